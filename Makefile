@@ -91,7 +91,7 @@ images: install-dev
 	$(VENV_PYTHON) -m pytest tests/deploy/test_built_images.py $(ARGS)
 
 storm: install-dev
-	$(VENV_PYTHON) -m benchmarks.storm --seconds 1800 $(ARGS)
+	$(VENV_PYTHON) -m benchmarks.runs.storm --seconds 1800 $(ARGS)
 
 fuzz: install-dev
 	PENSTOCK_FUZZ_MESSAGES=$${PENSTOCK_FUZZ_MESSAGES:-20000} $(VENV_PYTHON) -m pytest -s tests/chaos/test_fuzz.py

@@ -52,7 +52,7 @@ _BOTTLENECK = Row(
         Panel("Oldest entry", "How long the oldest entry of each stream has been there.", "s",
               (Query('max by (stream) (penstock_coordinator_stream_oldest_age_seconds<stream!="journal">)', "{{stream}}"),)),
         Panel("Memory", "Resident memory of each process.", "bytes", (Query("process_resident_memory_bytes<>"),), width=12),
-        Panel("Memory by component", "What processes hold on each device in their largest phase of late. `penstock memory` and the page show every phase.", "bytes",
+        Panel("Memory by component", "What processes hold on each device in their largest phase of late. `penstock plan --memory` and the page show every phase.", "bytes",
               (Query("sum by (device, component) (penstock_memory_bytes<>)", "{{device}}: {{component}}"),), "stack", 24),
         Panel("Processor time", "Seconds of processor time per second of each process.", "short", (rate("process_cpu_seconds_total"),), width=12),
         Panel("Event loop stalls", "Share of a process's timers that ran more than 50 ms late: other work blocked its event loop.", "percentunit",

@@ -4,7 +4,6 @@
 API.
 """
 
-import dataclasses
 import importlib.metadata
 import shlex
 import sys
@@ -353,19 +352,18 @@ def plan(
     calibrate: Annotated[
         Path | None,
         typer.Option(
-            "--calibrate", metavar="RUN|FILE", help="Correct the rates by an earlier run, or by `penstock calibrate`."
+            "--calibrate", metavar="RUN", help="Correct the rates by an earlier run on such GPUs: its folder."
         ),
     ] = None,
-    lengths: Annotated[
+    memory: Annotated[
         Path | None,
         typer.Option(
-            "--lengths", metavar="FILE", help='Completion lengths: rollouts.jsonl of a run, or {"tokens": 512}.'
+            "--memory", metavar="RUN", help="Show what a run held on its devices, beside what is planned for it."
         ),
     ] = None,
     write: Annotated[
-        Path | None, typer.Option("--write", metavar="FOLDER", help="Write run.toml and the chart's values.json.")
+        Path | None, typer.Option("--write", metavar="FILE", help="Write the fastest layout as a run's TOML file.")
     ] = None,
-    html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Draw memory and timeline.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Predict what fits on GPUs and how fast it is, and compare layouts. Needs no GPU and no weights.
@@ -376,49 +374,29 @@ def plan(
 
     `penstock plan --model 70b --gpus 8x8xH100 --sampling.max_new_tokens 8192 --json`
 
-    `penstock plan my-run.toml --gpus 4x80GiB --calibrate runs/latest/summary.json --write plan/ --html plan.html`
+    `penstock plan my-run.toml --gpus 4x80GiB --calibrate runs/latest --write planned.toml`
+
+    `penstock plan --memory runs/latest`
     """
     from penstock.services.cli import plan as plans
-    from penstock.services.plan import files, picture
     from penstock.services.plan import report as shown
 
+    if memory is not None:
+        from penstock.services.cli.reports import memory as memories
+
+        memories.show(named(memory), as_json=as_json)
+        return
     config, flags = split(words or [])
-    settings = plans.settings_of(config, flags)
-    made = plans.make(settings, gpus, model, calibrate, lengths)
+    made = plans.make(plans.settings_of(config, flags), gpus, model, calibrate)
     if as_json:
         console.say_json(shown.as_json(made))
     else:
         console.say(shown.text(made))
-    if html is not None:
-        picture.write(made, html)
     if write is not None:
-        for path in files.write(settings, made.candidates, made.planner, write):
-            console.warn(f"written: {path}")
+        shown.write(made, write)
+        console.warn(f"written: {write}")
     if not made.candidates:
         raise typer.Exit(1)
-
-
-@app.command(rich_help_panel=_TOOLS, context_settings={"ignore_unknown_options": True})
-def calibrate(
-    words: Words = None,
-    to: Annotated[Path, typer.Option("--to", metavar="FILE", help="The file to write.")] = Path("calibration.json"),
-    seconds: Annotated[float, typer.Option("--seconds", min=0.1, metavar="S", help="For each rate.")] = 15.0,
-) -> None:
-    """Measure this device's rates for `penstock plan --calibrate`: training, memory and transfers, in about a minute.
-
-    It trains random layers of the policy's shape and needs no weights.
-
-    **Example:** `penstock calibrate my-run.toml` then `penstock plan my-run.toml --gpus 8xH200 --calibrate calibration.json`
-    """
-    from penstock.services.cli import calibrate as calibration
-    from penstock.services.cli.plan import settings_of
-
-    config, flags = split(words or [])
-    calibration.check_folder(to)
-    measured = calibration.measure(settings_of(config, flags), seconds)
-    calibration.write(measured, to)
-    console.say_json(dataclasses.asdict(measured))
-    console.warn(f"written: {to}")
 
 
 @app.command(rich_help_panel=_TOOLS)
@@ -436,24 +414,6 @@ def report(run: RunArgument = LATEST, run_option: RunOption = None) -> None:
         console.say(str(write_report(run)))
     except OSError as error:
         raise PenstockError(f"could not write the report in {run}: {error}") from error
-
-
-@app.command(rich_help_panel=LOOK)
-def memory(
-    run: RunArgument = LATEST,
-    run_option: RunOption = None,
-    plan: Annotated[bool, typer.Option("--plan", help="Compare with what the plan predicts for each phase.")] = False,
-    as_json: AsJson = False,
-) -> None:
-    """Show what each process of a run held on its device: the latest and the peak of each phase, by component.
-
-    It reads the run's folder, also after the run has ended.
-
-    **Examples:** `penstock memory` · `penstock memory runs/math-… --plan`
-    """
-    from penstock.services.cli.reports import memory as memories
-
-    memories.show(named(run_option or run), plan=plan, as_json=as_json)
 
 
 @app.command("diff", rich_help_panel=_TOOLS)

@@ -11,11 +11,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from penstock.services.plan import measured as runs
-from penstock.services.plan.hardware import Cluster, parse_cluster, read_calibration
+from penstock.services.plan.hardware import Cluster, parse_cluster
 from penstock.services.plan.layouts import GpuLayout, Planner, Preferences
 from penstock.services.plan.measured import Corrections, Measured
 from penstock.services.plan.memory import TrainerOptions
-from penstock.services.plan.rates import SLOWED, Rates
+from penstock.services.plan.rates import SLOWED
 from penstock.services.plan.report import Plan, text
 from penstock.services.plan.workload import Workload, snapshots_of, workload_of
 from penstock.shared.errors import SettingsError
@@ -25,42 +25,34 @@ _HOSTS, _DECODING = (0.1, 2.0), (0.1, 10.0)
 """Seconds of an engine's scheduler, over those of vLLM's own on the measured hosts, and of decoding steps over the planned
 ones."""
 _HALVINGS = 16
-_WAITS = 0.1
-"""Share of a step that a trainer waits if generation bounds the run, whose step then tells how fast it is."""
 _LEAST_WAIT = 0.05
-"""Of a step: with less, training bounds the run."""
+"""Of a step: with less, training bounds the run, which does not tell how fast generation is."""
 
 
 def settings_of(config: Path | None, flags: Sequence[str]) -> Settings:
     return loads("", "the flags", flags) if config is None else load(config, flags)
 
 
-def make(
-    settings: Settings, gpus: str, model: str = "", calibrate: Path | None = None, lengths: Path | None = None
-) -> Plan:
+def make(settings: Settings, gpus: str, model: str = "", calibrate: Path | None = None) -> Plan:
     if settings.algorithm.is_mixed:
         raise SettingsError(
             f"expected algorithm.imitation = 0 with penstock plan, found {settings.algorithm.imitation:g}: how many groups of a step are "
             "demonstrations, which are not generated, is not predicted; with 0, all of them are planned as generated, an upper bound"
         )
-    planner = Planner(work_of(settings, model, lengths), parse_cluster(gpus), preferences(settings))
+    planner = Planner(work_of(settings, model), parse_cluster(gpus), preferences(settings))
     if calibrate is not None and not calibrate.exists():
-        raise SettingsError(f"no run's folder or file of rates at {calibrate}: change --calibrate")
-    if calibrate is not None and (rates := read_calibration(calibrate)) is not None:
-        planner = dataclasses.replace(planner, cluster=rates.of(planner.cluster))
-    elif calibrate is not None:
+        raise SettingsError(f"no run's folder at {calibrate}: change --calibrate")
+    if calibrate is not None:
         figures, own = runs.read_run(calibrate)
         of_run = with_mean(work_of(own, model), figures.tokens)
         corrected = corrections(figures, own, of_run, planner.cluster, mps=runs.under_mps(calibrate))
-        work = planner.work if lengths is not None else with_mean(planner.work, figures.tokens)
-        planner = dataclasses.replace(planner, corrections=corrected, work=work)
-    candidates, problems = planner.compare()
-    return Plan(planner, candidates, problems)
+        planner = dataclasses.replace(planner, corrections=corrected, work=with_mean(planner.work, figures.tokens))
+    return Plan(settings, planner, *planner.compare())
 
 
-def work_of(settings: Settings, model: str = "", lengths: Path | None = None) -> Workload:
+def work_of(settings: Settings, model: str = "") -> Workload:
     """Return :func:`workload_of` with the data's prompts as replicas render them, where that can be done here."""
-    work = workload_of(settings, model, lengths)
+    work = workload_of(settings, model)
     tokens = _prompt_tokens(settings)
     return work if tokens is None else dataclasses.replace(work, prompt_tokens=tokens, counts_prompts=True)
 
@@ -101,13 +93,7 @@ def preferences(settings: Settings) -> Preferences:
         snapshots=snapshots_of(settings),
         sharded=settings.weights.snapshots == "sharded",
     )
-    return Preferences(
-        options,
-        rollout.max_groups,
-        rollout.vllm.gpu_memory_utilization,
-        settings.reward.replicas,
-        settings.weights.transport,
-    )
+    return Preferences(options, rollout.max_groups, rollout.vllm.gpu_memory_utilization)
 
 
 def corrections(
@@ -121,34 +107,33 @@ def corrections(
         SettingsError: the run does not tell the rates.
     """
     _check_calibrating(own, mps)
-    planner, layout = Planner(work, cluster, preferences(own)), layout_of(own, mps=mps)
+    planner, layout = Planner(work, cluster, preferences(own)), layout_of(own, figures.rung, mps=mps)
     at_once = layout.placement == "at once"
-    predicted = planner.as_set(layout, figures.rung).rates
+    predicted = planner.as_set(layout).rates
     slowed = SLOWED if at_once and work.max_lag else 1.0
+    switching_s = figures.switch_s + figures.moving_s
+    has_switches = bool(predicted.switch_s and figures.switches)
     known = Corrections(
         train=figures.compute_s / (predicted.token_s * work.step_tokens * slowed),
         update=figures.other_s / (predicted.train_s * slowed),
-        switch=_switches(figures, predicted),
-        score_s=figures.score_s / max(1, planner.wanted(layout.all_replicas)),
+        switch=switching_s / figures.switches / predicted.switch_s if has_switches else 1.0,
     )
     computed_s = figures.compute_s + figures.other_s + figures.moving_s
-    if not layout.borrowed and figures.wait_s < _WAITS * figures.step_s:
-        return _decoding(known, figures.generate_s, lambda tried: _generate_s(planner, layout, tried))
-    if at_once and figures.wait_s < _LEAST_WAIT * computed_s:  # the step does not tell how fast generation is
+    if figures.wait_s < _LEAST_WAIT * computed_s:
         return known
-    return _decoding(known, figures.wait_s + computed_s, lambda tried: _step_s(planner, layout, figures.rung, tried))
+    return _decoding(known, figures.wait_s + computed_s, lambda tried: _step_s(planner, layout, tried))
 
 
-def layout_of(settings: Settings, *, mps: bool | None = None) -> GpuLayout:
+def layout_of(settings: Settings, rung: int = 0, *, mps: bool | None = None) -> GpuLayout:
     """Return the layout of a run; where it is not known how processes share a GPU, as it is planned."""
     trainer, rollout = preferences(settings).trainer, settings.rollout
     parallel, replicas = rollout.vllm.tensor_parallel_size, rollout.replicas
     engines = rollout.engines_per_gpu if isinstance(rollout.engines_per_gpu, int) else 1
     if settings.common_gpus:
-        return GpuLayout("at once", trainer, parallel, 0, engines, mps=True, borrowed=replicas)
+        return GpuLayout("at once", trainer, parallel, replicas, engines, mps=True)
     if settings.shared_devices:
         together = engines > 1 and mps is not False
-        return GpuLayout("shared", trainer, parallel, 0, engines, together, borrowed=replicas, shadow=False)
+        return GpuLayout("shared", trainer, parallel, replicas, engines, together, min(rung, 3), shadow=False)
     return GpuLayout("separate", trainer, parallel, replicas, engines, mps=engines > 1 and mps is True)
 
 
@@ -179,12 +164,6 @@ def _check_calibrating(own: Settings, mps: bool | None) -> None:
         )
 
 
-def _switches(figures: Measured, predicted: Rates) -> float:
-    """Return the seconds of a switch and the one back over those predicted, if the run made some."""
-    switching_s = figures.switch_s + figures.moving_s
-    return switching_s / figures.switches / predicted.switch_s if predicted.switch_s and figures.switches else 1.0
-
-
 def _decoding(known: Corrections, seconds: float, predict: Callable[[Corrections], float]) -> Corrections:
     """Return ``known`` with what gives the measured seconds: another scheduler's, as far as these may differ from the
     measured hosts', and beyond that, decoding steps of another length."""
@@ -202,19 +181,8 @@ def _decoding(known: Corrections, seconds: float, predict: Callable[[Corrections
     return solved("decode", *_DECODING, slow if seconds > predict(slow) else fast)
 
 
-def _step_s(planner: Planner, layout: GpuLayout, rung: int, corrected: Corrections) -> float:
-    return dataclasses.replace(planner, corrections=corrected).as_set(layout, rung).step_s
-
-
-def _generate_s(planner: Planner, layout: GpuLayout, corrected: Corrections) -> float:
-    """Return the seconds of a group on an engine with as many groups as the run's settings say: until its longest sample
-    ends."""
-    work, size = planner.work, planner.work.group_size
-    quantiles = work.lengths.quantiles(256)
-    steps = sum(length * size * ((index + 0.5) / 256) ** (size - 1) for index, length in enumerate(quantiles)) / 256
-    groups = planner.wanted(layout.all_replicas)
-    rates = dataclasses.replace(planner, corrections=corrected).rates(layout, work.shape.layers, groups)
-    return steps * rates.decoding(groups * size)
+def _step_s(planner: Planner, layout: GpuLayout, corrected: Corrections) -> float:
+    return dataclasses.replace(planner, corrections=corrected).as_set(layout).pace.step_s
 
 
 _EXAMPLE = re.compile(r"```console\n\$ penstock plan ([^\n]*)\n.*?```", re.DOTALL)

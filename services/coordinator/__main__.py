@@ -1,6 +1,6 @@
 """python -m penstock.services.coordinator --config run.toml
 
-uvloop doubles the requests served (``benchmarks.status``).
+uvloop doubles the requests served (``benchmarks.bus.status``).
 """
 
 import uvloop

@@ -3,7 +3,7 @@
 ::
 
     settings, config.json ─▶ workload ─┐
-    --gpus ─▶ hardware ────────────────┼─▶ layouts: memory ─▶ rates ─▶ simulation ─▶ report, picture, files
+    --gpus ─▶ hardware ────────────────┼─▶ layouts: memory ─▶ rates ─▶ pace ─▶ report
     an earlier run ─▶ measured ────────┘
 
 ``certain`` names what cannot fit on the GPUs of this machine; ``penstock up`` refuses it.

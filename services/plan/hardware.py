@@ -1,10 +1,8 @@
 """GPUs and clusters, from words such as ``8xH200``, ``4x80GiB`` and ``8x8xH100`` (nodes × GPUs × kind)."""
 
 import dataclasses
-import json
 import re
 from collections.abc import Mapping
-from pathlib import Path
 
 from penstock.shared.errors import SettingsError
 from penstock.shared.model.flops import peak_tflops
@@ -64,65 +62,6 @@ class Cluster:
     @property
     def words(self) -> str:
         return f"{self.gpus}x{self.gpu.name}" if self.nodes == 1 else f"{self.nodes}x{self.per_node}x{self.gpu.name}"
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Calibration:
-    """Rates of a device as ``penstock calibrate`` measured them; 0: not measured."""
-
-    device: str
-    model: str
-    """Its shape."""
-    flops_per_s: float
-    """The peak with which the formulas give the measured speed of training."""
-    bytes_per_s: float
-    """Likewise, of the device's memory."""
-    link_bytes_per_s: float
-    host_bytes_per_s: float
-    calibration: int = 1
-    """Version of the file."""
-
-    def of(self, cluster: Cluster) -> Cluster:
-        """Return ``cluster`` with the measured rates. Raises SettingsError: they are those of another kind of device."""
-        kind = cluster.gpu.name if cluster.gpu.name in GPUS else self.device
-        if self.device == "cpu" or not re.search(rf"\b{re.escape(kind)}\b", self.device):
-            raise SettingsError(
-                f"expected rates of a GPU of {cluster.words} in --calibrate, found those of {self.device}: run "
-                "`penstock calibrate` on such a GPU, or change --gpus"
-            )
-        names = ("flops_per_s", "bytes_per_s", "link_bytes_per_s")
-        measured = {name: getattr(self, name) for name in names if getattr(self, name)}
-        host = self.host_bytes_per_s or cluster.host_bytes_per_s
-        gpu = dataclasses.replace(cluster.gpu, **measured)
-        return dataclasses.replace(cluster, gpu=gpu, host_bytes_per_s=host)
-
-
-def read_calibration(file: Path) -> Calibration | None:
-    """Return the calibration in ``file``, or None if it holds something else.
-
-    Raises:
-        SettingsError: it is a calibration with a wrong rate, or of another version.
-    """
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    if not isinstance(values, dict) or "calibration" not in values:
-        return None
-    try:
-        calibration = Calibration(**values)
-        rates = [value for value in dataclasses.astuple(calibration)[2:6] if not 0 <= float(value) < 1e18]
-    except (TypeError, ValueError) as error:
-        raise _unreadable(file, error) from error
-    if rates or calibration.calibration != 1:
-        raise _unreadable(file, rates or calibration.calibration)
-    return calibration
-
-
-def _unreadable(file: Path, reason: object) -> SettingsError:
-    return SettingsError(
-        f"expected the rates of `penstock calibrate` in {file}, found: {reason}: measure again, or change --calibrate"
-    )
 
 
 def parse_cluster(words: str) -> Cluster:

@@ -17,7 +17,7 @@ _OTHER = ("optimizer", "snapshot", "commit", "probe")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Corrections:
-    """Measured over predicted seconds, but for those of a group."""
+    """Measured over predicted seconds."""
 
     train: float = 1.0
     """Of forward and backward passes."""
@@ -28,10 +28,6 @@ class Corrections:
     """Of whole decoding steps: what is too much to be the scheduler's."""
     switch: float = 1.0
     """From generating to training and back."""
-    score_s: float = 0.0
-    """Of a group."""
-    bus_s: float = 0.0
-    """Of a group, on bus and services; 0: as predicted."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -52,9 +48,6 @@ class Measured:
     """Forward and backward passes, of all kinds."""
     other_s: float
     """Update, snapshot, commit and probe."""
-    generate_s: float
-    """Of a group, on its engine."""
-    score_s: float
     samples: float
     tokens: float
     """Of a completion."""
@@ -122,8 +115,6 @@ def measured(lines: Sequence[Mapping[str, Any]], max_lag: int) -> Measured:
         rung=round(next((line["switch_rung"] for line in reversed(steps) if "switch_rung" in line), 0)),
         compute_s=mean(*(f"phase_{name}_s" for name in _COMPUTING)),
         other_s=mean(*(f"phase_{name}_s" for name in _OTHER)),
-        generate_s=mean("generate_s_mean"),
-        score_s=mean("score_s_mean"),
         samples=mean("samples"),
         tokens=mean("response_tokens_mean"),
         samples_per_s=mean("samples") / step_s if step_s else 0.0,

@@ -8,8 +8,6 @@ A trainer's rank, ``P`` weights over ``N`` ranks, bytes per weight (bfloat16, Ad
     activations    stored, and the larger of: the logits with the gradient of the output layer; one layer's backward pass
     snapshots      two copies (``weights.transport = "pull"``), whole on rank 0, or in shares on all ranks
 
-The reward service's models: weights, a layer of a forward pass of ``reward.models.batch_tokens``, a chunk of logits.
-
 An engine's GPU, over ``T`` tensor parallel ranks: weights and shadow 2 P / T each, activations, logits, and the
 key-value cache in what is left.
 """
@@ -23,7 +21,7 @@ from penstock.services.plan.hardware import GIB
 from penstock.services.plan.shapes import Shape
 from penstock.services.plan.workload import Workload
 
-Phase = Literal["wait", "forward and backward", "optimizer", "critic", "generate", "train", "score"]
+Phase = Literal["wait", "forward and backward", "optimizer", "critic", "generate"]
 CONTEXT = 0.6 * GIB
 """CUDA, cuBLAS and the program."""
 _NCCL = 1.0 * GIB
@@ -41,8 +39,6 @@ _LOGIT_BYTES = 4.3
 """Of one logit with its gradient, by the fused kernel (1.33 GB for 2,048 tokens of 152,064 words)."""
 _LOGIT_GRADIENT = 2.0
 """Of a chunk's logit while all logits are kept."""
-_SCORED_CHUNK, _SCORED_LOGIT = 2048, 10.0
-"""Tokens whose logits a reference or teacher has at a time (services/reward/models/frozen_policy.py), and bytes of a logit."""
 LOGIT_COPIES = 6
 """Float32 copies of a decoding step's logits."""
 _GRAPHS = 1.5 * GIB
@@ -159,6 +155,11 @@ def _optimizer(trained: int, work: Workload, options: TrainerOptions) -> list[Co
         Component("master weights", trained * master / shards, _STATES),
         Component("moments", trained * moments / shards, advice),
     ]
+
+
+def state_bytes(work: Workload, options: TrainerOptions) -> float:
+    """Return the bytes of the optimizer's states on a rank's GPU."""
+    return total(_optimizer(work.trained, work, options))
 
 
 def _critic_bytes(critic: Shape, work: Workload, options: TrainerOptions) -> float:
@@ -282,25 +283,6 @@ def _kept(work: Workload, options: TrainerOptions, free_bytes: float) -> tuple[i
     keeps_logits = bool(options.chunk_tokens) and _all_logits(work, options) * _RESERVE <= room
     room -= _all_logits(work, options) * keeps_logits
     return max(1, min(layers, 1 + int(room // max(1.0, _RESERVE * (saved - inputs))))), keeps_logits
-
-
-# ---------------------------------------------------------------- reward models
-
-
-def scoring_memory(work: Workload) -> list[Component]:
-    """Return the memory of the reward service's GPU while its models score; their forward passes may coincide."""
-    if not work.scoring:
-        return []
-    passes = sum(
-        model.weight_bytes * work.scoring_tokens * (4 * model.shape.hidden + 3 * model.shape.inner)
-        + model.has_logits * _SCORED_CHUNK * model.shape.vocabulary * _SCORED_LOGIT
-        for model in work.scoring
-    )
-    return [
-        Component("scoring models", sum(model.nbytes for model in work.scoring), 'set reward.models.device = "cpu"'),
-        Component("forward passes", passes, "lower reward.models.batch_tokens"),
-        Component("context", CONTEXT),
-    ]
 
 
 # ---------------------------------------------------------------- engines

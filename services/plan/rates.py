@@ -51,10 +51,6 @@ FAN_OUT = 2
 _HEADER_S = 0.08
 _WRITE, _READ = (5e9, 20e9), (2e9, 10e9)
 """Bytes per second that rank 0 writes and that all replicas read: in memory of one host, and on storage that hosts share."""
-BUS_GROUP_S, BUS_BYTES_PER_S = 0.4e-3, 400e6
-TOKEN_BYTES = 13.0
-"""On the bus: id, logprob, and about five letters."""
-COORDINATOR_GROUP_S, COORDINATOR_BEAT_S = 0.1e-3, 0.1e-3
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -73,23 +69,13 @@ class Rates:
     """Of each trained token."""
     transfer_s: float
     """From the commit to the version being live in all replicas."""
-    score_s: float = 0.0
-    """Of a group, by one reward replica."""
     switch_s: float = 0.0
     """From generating to training and back, where GPUs do both."""
-    bus_s: float = BUS_GROUP_S
-    """Of a group, on the bus."""
-    coordinator_s: float = COORDINATOR_GROUP_S
-    again_s: float = 0.0
-    """Of each token that a paused group has, where the engine continues without its cache."""
     beside: float = 0.0
     """Speed of generation on the trainer's GPUs while it trains, over that of generation alone; 0: it pauses."""
 
     def decoding(self, sequences: float) -> float:
         return self.decode_s + self.sequence_s * max(0.0, sequences - 1)
-
-    def step(self, tokens: float) -> float:
-        return self.train_s + self.token_s * tokens
 
 
 def decode_seconds(
@@ -178,13 +164,6 @@ def _launching(work: Workload, options: TrainerOptions, passes: float) -> float:
 def prefill_seconds(work: Workload, cluster: Cluster, tensor_parallel: int) -> float:
     """Return the seconds of a token of a prompt, on a replica's GPUs."""
     return 2.0 * work.shape.active / (cluster.gpu.flops_per_s * tensor_parallel * _PREFILL_MFU)
-
-
-def scoring_seconds(work: Workload, cluster: Cluster) -> float:
-    """Return the seconds of the reward service's forward passes over one group, on one GPU."""
-    tokens = work.group_size * (work.prompt_tokens + work.lengths.mean)
-    flops = sum(2.0 * tokens * model.shape.active for model in work.scoring)
-    return flops / (cluster.gpu.flops_per_s * _PREFILL_MFU)
 
 
 def mfu_of(shape: Shape) -> float:

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from statistics import NormalDist
@@ -13,7 +13,6 @@ from typing import Any
 from penstock.services.plan.shapes import Shape, shape_of
 from penstock.shared.errors import SettingsError
 from penstock.shared.settings import Settings
-from penstock.shared.settings.placement import PlacementSettings
 
 _CHARACTERS_PER_TOKEN = 4
 _ROWS = 200
@@ -64,23 +63,6 @@ def _cut(length: float, most: int) -> float:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class ScoringModel:
-    """A frozen model of the reward service."""
-
-    shape: Shape
-    weight_bytes: int
-    """Per number."""
-    has_logits: bool
-    """A reference or a teacher, which gives logprobs of tokens; a reward model's output layer is of no size."""
-
-    @property
-    def nbytes(self) -> float:
-        """Of its weights."""
-        embeddings = self.shape.embeddings if self.has_logits else self.shape.vocabulary * self.shape.hidden
-        return float(self.weight_bytes * (self.shape.decoder + embeddings))
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class Workload:
     """What a run asks for, whatever the hardware."""
 
@@ -100,14 +82,8 @@ class Workload:
     reference: bool
     """A frozen copy of the policy on every rank."""
     lora_rank: int
-    scoring: tuple[ScoringModel, ...] = ()
-    """On a GPU."""
-    scoring_tokens: int = 0
-    """Of a forward pass, padding included."""
-    scores_in_turns: bool = False
-    """Where trainer and replicas take turns, these models do, too; else they have a GPU of their own."""
-    unknown: tuple[str, ...] = ()
-    """Settings of scoring models without a config.json here."""
+    uncounted: tuple[str, ...] = ()
+    """Models of the reward service on a GPU, by setting: neither their memory nor their time is planned."""
     counts_prompts: bool = False
     """Whether prompts were rendered and counted; else their tokens are estimated from characters."""
 
@@ -154,9 +130,9 @@ def snapshots_of(settings: Settings) -> int:
     return 1 if settings.shared_devices else 2
 
 
-def workload_of(settings: Settings, model: str = "", lengths: Path | None = None) -> Workload:
+def workload_of(settings: Settings, model: str = "") -> Workload:
     """Return the work that ``settings`` describe, with the shape ``model`` instead of policy.model. Raises
-    SettingsError: the model's sizes or the lengths cannot be read.
+    SettingsError: the model's sizes cannot be read.
     """
     algorithm, sampling = settings.algorithm, settings.sampling
     shape = shape_of(model or settings.policy.model)
@@ -165,45 +141,30 @@ def workload_of(settings: Settings, model: str = "", lengths: Path | None = None
     if algorithm.needs_critic:
         critic = shape_of(algorithm.critic.model) if algorithm.critic.model else shape
     forwards = (algorithm.proximal == "recomputed") + reference
-    scoring, unknown = _scoring(settings, shape)
-    models = settings.reward.models
     return Workload(
         shape=shape,
         weight_bytes=4 if settings.policy.dtype == "float32" else 2,
         groups=algorithm.groups_per_step,
         group_size=sampling.group_size,
         prompt_tokens=_prompt_tokens(settings),
-        lengths=_lengths(lengths, sampling.max_new_tokens),
+        lengths=Lengths(max(1.0, _MEAN_SHARE * sampling.max_new_tokens), sampling.max_new_tokens),
         max_lag=algorithm.max_lag,
         steps=settings.run.steps,
         passes=algorithm.epochs + forwards / 3 + (critic is not None) * (algorithm.epochs + 1 / 3),
         critic=critic,
         reference=reference and not settings.policy.lora.rank,
         lora_rank=settings.policy.lora.rank,
-        scoring=scoring,
-        scoring_tokens=models.batch_tokens,
-        scores_in_turns=settings.model_copy(update={"placement": PlacementSettings(mode="shared")}).scores_in_turns
-        and settings.reward.replicas == 1,
-        unknown=unknown,
+        uncounted=tuple(_scoring_models(settings)),
     )
 
 
-def _scoring(settings: Settings, policy: Shape) -> tuple[tuple[ScoringModel, ...], tuple[str, ...]]:
-    """Return the reward service's models on a GPU, and the settings of those whose sizes cannot be read."""
-    reward, algorithm = settings.reward, settings.algorithm
+def _scoring_models(settings: Settings) -> Iterator[str]:
     if settings.model_work.device == "cpu" or settings.is_supervised:
-        return (), ()
-    of_policy = 4 if settings.policy.dtype == "float32" else 2
-    models = [ScoringModel(policy, of_policy, has_logits=True)] if algorithm.reference_travels else []
-    named = [(scorer.model_setting, scorer.model, False) for scorer in reward.scorers if scorer.kind == "model"]
-    named += [(f"model of {teacher.setting}", teacher.model, True) for teacher in reward.teachers if not teacher.url]
-    unknown = []
-    for setting, model, has_logits in named:
-        try:
-            models.append(ScoringModel(shape_of(model), of_policy if has_logits else 2, has_logits=has_logits))
-        except SettingsError:
-            unknown.append(setting)
-    return tuple(models), tuple(unknown)
+        return
+    if settings.algorithm.reference_travels:
+        yield "algorithm.reference"
+    yield from (scorer.model_setting for scorer in settings.reward.scorers if scorer.kind == "model")
+    yield from (f"model of {teacher.setting}" for teacher in settings.reward.teachers if not teacher.url)
 
 
 def _prompt_tokens(settings: Settings) -> int:
@@ -215,25 +176,6 @@ def _prompt_tokens(settings: Settings) -> int:
     ]
     letters = [len(text if isinstance(text, str) else json.dumps(text)) for text in prompts]
     return max(1, round(sum(letters) / max(1, len(letters)) / _CHARACTERS_PER_TOKEN))
-
-
-def _lengths(file: Path | None, most: int) -> Lengths:
-    if file is None:
-        return Lengths(max(1.0, _MEAN_SHARE * most), most)
-    sample = tuple(min(most, tokens) for row in _rows(file, 10_000) for tokens in _tokens(row))
-    if not sample:
-        raise SettingsError(
-            f'expected lines with "tokens" or "completions" in {file}, found none: give rollouts.jsonl of a run, or lines '
-            'such as {"tokens": 512}'
-        )
-    return Lengths(sum(sample) / len(sample), most, sample=sample)
-
-
-def _tokens(row: dict[str, Any]) -> Sequence[int]:
-    rows = row.get("completions") or [row]
-    return [
-        max(1, entry["tokens"]) for entry in rows if isinstance(entry, dict) and isinstance(entry.get("tokens"), int)
-    ]
 
 
 def _rows(path: Path, most: int = _ROWS) -> list[dict[str, Any]]:

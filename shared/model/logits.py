@@ -2,7 +2,7 @@
 
     x_V = logits_V / temperature,  p = softmax(x),  logprob = x_target − log Σ e^x,  entropy = −Σ p_V log p_V
 
-Torch's float32 copies cost a third of a training step (0.5B model, 152k words; ``benchmarks/trainer.py``). The kernel
+Torch's float32 copies cost a third of a training step (0.5B model, 152k words; ``benchmarks/trainer/step.py``). The kernel
 reads each logit once in its own type, and once more for the gradient::
 
     ∂ logprob / ∂ x_v = [v = target] − p_v              ∂ entropy / ∂ x_v = −p_v (log p_v + entropy)

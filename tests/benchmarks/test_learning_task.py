@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import learning_task
-from benchmarks.learning_task import HELD_OUT, OFTEN, TASKS, careless, kept, problems, settings, trl_arguments
+from benchmarks.peers import learning_task
+from benchmarks.peers.learning_task import HELD_OUT, OFTEN, TASKS, careless, kept, problems, settings, trl_arguments
 from examples.arithmetic.make import build_tokenizer, encode
 from penstock.shared.settings.root import Settings
 

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks import pipeline, pipeline_work
-from benchmarks.pipeline import NotDone, _Command, _counted, _kept, _Report, _Run, _steady, end, heed_sigterm
-from benchmarks.pipeline_work import TAIL_TOKENS, long
+from benchmarks.peers import pipeline
+from benchmarks.peers import work as pipeline_work
+from benchmarks.peers.pipeline import NotDone, _Command, _counted, _kept, _Report, _Run, _steady, end, heed_sigterm
+from benchmarks.peers.work import TAIL_TOKENS, long
 
 _FOREVER = [sys.executable, "-c", "import time; time.sleep(600)"]
 _HEEDS_THE_SECOND_SIGNAL = """

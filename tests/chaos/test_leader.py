@@ -1,4 +1,4 @@
-"""A leader killed or frozen in the middle of a rollback, a pause, an evaluation: `benchmarks/leader.py` strikes more often."""
+"""A leader killed or frozen in the middle of a rollback, a pause, an evaluation: `benchmarks/bus/leader.py` strikes more often."""
 
 from pathlib import Path
 

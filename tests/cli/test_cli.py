@@ -237,7 +237,7 @@ def test_a_run_that_has_ended_is_shown_from_its_folder(tmp_path: Path, capsys: p
 @pytest.mark.parametrize(
     "words",
     [
-        *(["status"], ["events"], ["tail"], ["page"], ["pause"], ["start"], ["report"], ["memory"]),
+        *(["status"], ["events"], ["tail"], ["page"], ["pause"], ["start"], ["report"]),
         *(["export"], ["chat", "--ask", "1+1="], ["push", "owner/name"]),
     ],
 )

@@ -12,7 +12,6 @@ import pytest
 from penstock.services.cli.__main__ import main
 from penstock.services.cli.plan import corrections, layout_of, make, preferences, settings_of
 from penstock.services.plan import certain
-from penstock.services.plan.files import chart_values, run_values
 from penstock.services.plan.hardware import GIB, parse_cluster
 from penstock.services.plan.layouts import Candidate, Planner
 from penstock.services.plan.measured import Corrections, measured
@@ -71,9 +70,8 @@ def rates(plan: Planner) -> dict[tuple[str, int], float]:
     """Return samples/s by placement and engines."""
     best: dict[tuple[str, int], float] = {}
     for candidate in plan.compare()[0]:
-        assert candidate.outcome is not None
         key = candidate.layout.placement, candidate.layout.engines
-        best[key] = max(best.get(key, 0.0), candidate.outcome.samples_per_s)
+        best[key] = max(best.get(key, 0.0), 256 / candidate.pace.step_s)
     return best
 
 
@@ -109,7 +107,7 @@ def test_a_run_with_completions_of_one_length_predicts_that_of_a_long_tail() -> 
     trained = [step["response_tokens_mean"] for step in stored["tail"]["steps"][4:]]
     assert tail.lengths.mean == pytest.approx(sum(trained) / len(trained), rel=0.02)
     rates = {
-        each: 256 / Planner(each, gpus, preferences(own), corrected).as_set(layout_of(own, mps=True)).step_s
+        each: 256 / Planner(each, gpus, preferences(own), corrected).as_set(layout_of(own, mps=True)).pace.step_s
         for each in (work, tail)
     }
     assert rates[work] == pytest.approx(stored["long"]["result"]["samples_per_s"]["async"], rel=0.03)
@@ -150,8 +148,8 @@ def on_two_gpus(host: str, run: str) -> tuple[Settings, Workload, list[Mapping[s
         ("fourth", "lag-1-one-engine", "lag-2-two-engines", 0.13),
         ("fourth", "lag-2-two-engines", "lag-1-one-engine", 0.24),
         ("fifth", "lag-2-one-engine", "lag-2-two-engines", 0.12),
-        ("fifth", "lag-2-one-engine", "lag-4-two-engines", 0.06),
-        ("fifth", "lag-2-two-engines", "lag-4-two-engines", 0.18),
+        ("fifth", "lag-2-one-engine", "lag-4-two-engines", 0.12),
+        ("fifth", "lag-2-two-engines", "lag-4-two-engines", 0.23),
     ],
 )
 def test_a_run_on_two_gpus_at_once_predicts_others_of_its_host(
@@ -163,17 +161,17 @@ def test_a_run_on_two_gpus_at_once_predicts_others_of_its_host(
     corrected = corrections(measured(lines, work.max_lag), own, work, gpus, mps=True)
     other, its_work, its_lines = on_two_gpus(host, predicted)
     planned = Planner(its_work, gpus, preferences(other), corrected).as_set(layout_of(other, mps=True))
-    assert 256 / planned.step_s == pytest.approx(measured(its_lines, its_work.max_lag).samples_per_s, rel=within)
+    assert 256 / planned.pace.step_s == pytest.approx(measured(its_lines, its_work.max_lag).samples_per_s, rel=within)
 
 
 @pytest.mark.parametrize(
-    ("run", "measured_rate", "planned_rate"), [("lag-1-two-engines", 167, 133), ("lag-2-two-engines", 201, 152)]
+    ("run", "measured_rate", "planned_rate"), [("lag-1-two-engines", 167, 135), ("lag-2-two-engines", 201, 155)]
 )
 def test_without_a_run_two_gpus_are_planned_as_the_page_says(run: str, measured_rate: int, planned_rate: int) -> None:
     own, work, lines = on_two_gpus("fourth", run)
     planned = Planner(work, parse_cluster("2xH100"), preferences(own)).as_set(layout_of(own, mps=True))
     assert round(measured(lines, work.max_lag).samples_per_s) == measured_rate
-    assert round(256 / planned.step_s) == planned_rate
+    assert round(256 / planned.pace.step_s) == planned_rate
 
 
 def test_in_turn_the_snapshot_is_away_while_the_trainer_trains_from_rung_2_on() -> None:
@@ -186,8 +184,6 @@ def test_in_turn_the_snapshot_is_away_while_the_trainer_trains_from_rung_2_on() 
 
     on_h200 = in_turn("7b", "1xH200")[0].layout
     assert (on_h200.rung, on_h200.trainer.optimizer, on_h200.trainer.offload) == (3, "adamw", "none")
-    states = 12 * 7.615e9
-    assert states / 4 < on_h200.moved_bytes < states, "only what generation lacks, in whole storages"
     large, small = in_turn("7b", "1x150GiB")[0], in_turn("0.5b", "1xH200")[0]
     assert (large.layout.trainer.optimizer, large.layout.trainer.offload) == ("adamw", "none")
     assert large.layout.rung >= 2 > small.layout.rung
@@ -201,8 +197,8 @@ def test_in_turn_the_snapshot_is_away_while_the_trainer_trains_from_rung_2_on() 
 
 def test_without_a_run_the_error_is_what_the_page_says(tmp_path: Path) -> None:
     predicted = rates(planner(tmp_path))
-    assert round(predicted["at once", 3] / 82.1 - 1, 2) == 0.14
-    assert round(predicted["shared", 1] / 54.4 - 1, 2) == 0.13
+    assert round(predicted["at once", 3] / 82.1 - 1, 2) == 0.15
+    assert round(predicted["shared", 1] / 54.4 - 1, 2) == 0.14
 
 
 def tokens_per_s(engines: int, host: float, *, mps: bool = False) -> float:
@@ -256,14 +252,15 @@ def test_no_step_is_shorter_than_what_keeps_the_gpu_busy(model: str) -> None:
         sequences = candidate.max_groups * work.group_size
         alone_s = work.samples * work.lengths.mean / sequences * candidate.rates.decoding(sequences)
         busy = min(1.0, (1 - 1 / 1.07) / candidate.rates.beside)
-        assert candidate.step_s >= candidate.rates.step(work.step_tokens) + busy * alone_s
+        train_s = candidate.rates.train_s + candidate.rates.token_s * work.step_tokens
+        assert candidate.pace.step_s >= train_s + busy * alone_s
 
 
 def test_it_is_planned_only_on_one_host_and_where_it_can_gain() -> None:
     assert at_once("0.5b", "1xH200")
     for candidate in at_once("0.5b", "2xH200", "--rollout.max_groups=64"):
         layout = candidate.layout
-        assert (layout.trainer.ranks, layout.borrowed, layout.replicas, layout.gpus) == (2, 2, 0, 2)
+        assert (layout.trainer.ranks, layout.replicas, layout.gpus) == (2, 2, 2)
     assert not at_once("0.5b", "2x8xH200")
     assert not at_once("7b", "1xH200", "--policy.lora.rank", "16")
 
@@ -275,7 +272,6 @@ def test_four_gpus_at_once_are_said_to_be_verified_and_more_not() -> None:
         assert "at once" in (places[:1] if gpus == 4 else places[:3])
         assert (" at once (not verified on GPUs): " in report_of(plan)) == (gpus > 4)
         assert f"{gpus} replicas on the same GPUs, " in report_of(plan)
-        assert "generation takes from their GPUs while they train" in report_of(plan)
 
 
 def test_the_memory_of_both_is_the_sum(tmp_path: Path) -> None:
@@ -291,16 +287,7 @@ def test_the_memory_of_both_is_the_sum(tmp_path: Path) -> None:
     assert problem.needed_bytes > problem.limit_bytes
 
 
-def test_two_gpus_at_once_are_written_with_a_rank_and_a_replica_on_each(tmp_path: Path) -> None:
-    settings = settings_of(None, ["--rollout.max_groups=64"])
-    plan = make(settings, "2xH200", "0.5b")
-    values = run_values(settings, plan.candidates[0], plan.planner.cluster)
-    assert (values["trainer"]["gpus"], values["trainer"]["ranks"]) == ([0, 1], 2)
-    assert (values["rollout"]["gpus"], values["rollout"]["replicas"]) == ([0, 1], 2)
-    assert chart_values(plan.candidates[0], plan.planner.cluster)["pod"]["gpu"]["count"] == 2
-
-
-def test_what_is_written_starts_as_planned_and_is_one_pod_with_one_gpu(tmp_path: Path) -> None:
+def test_what_is_written_starts_as_planned(tmp_path: Path) -> None:
     model, config = tmp_path / "model", tmp_path / "in.toml"
     model.mkdir()
     shape = {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14}
@@ -310,16 +297,12 @@ def test_what_is_written_starts_as_planned_and_is_one_pod_with_one_gpu(tmp_path:
         f'[policy]\nmodel = "{model}"\n[rollout]\nmax_groups = 64\n[sampling]\ngroup_size = 8\nmax_new_tokens = 512\n'
         '[placement]\nmode = "shared"\nrung = 2\n'
     )
-    assert main(["plan", str(config), "--gpus", "1xH200", "--write", str(tmp_path / "plan")]) == 0
-    written = load(tmp_path / "plan/run.toml", environment={})
+    assert main(["plan", str(config), "--gpus", "1xH200", "--write", str(tmp_path / "run.toml")]) == 0
+    written = load(tmp_path / "run.toml", environment={})
     assert (written.placement.mode, written.trainer.gpus, written.rollout.gpus) == ("separate", (0,), (0,))
     engines = written.rollout.engines_per_gpu
     assert isinstance(engines, int)
     assert (written.common_gpus, written.rollout.replicas, engines > 1) == (frozenset({0}), 1, True)
-    assert json.loads((tmp_path / "plan/values.json").read_text()) == {
-        "run": {"kind": "pod"},
-        "pod": {"gpu": {"count": 1, "product": "NVIDIA-H200"}},
-    }
     gpu_bytes = 140.4 * GIB
     certain.check_gpus(written, [gpu_bytes])
     candidate = next(each for each in make(written, "1xH200").candidates if each.layout.placement == "at once")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from benchmarks.plan_memory import recompared
+from benchmarks.runs.plan_memory import recompared
 from penstock.services.plan import memory
 from penstock.services.plan.hardware import GIB, parse_cluster
 from penstock.services.plan.memory import EngineOptions, TrainerOptions, engine_memory, peak, total, trainer_table

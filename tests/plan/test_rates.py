@@ -1,32 +1,26 @@
-"""Laws of calibrated rates, and of their comparison with real runs (benchmarks/plan_rates.py)."""
+"""Laws of calibrated rates, and of their comparison with real runs (benchmarks/runs/layouts.py)."""
 
 import dataclasses
 import json
 import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-import tomli_w
 from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 
-from benchmarks import plan_rates
-from benchmarks.plan_rates import CALIBRATING, CONFIGURATIONS, compared, rows_of
-from penstock.services.cli.plan import corrections, layout_of, make, preferences, settings_of
-from penstock.services.plan import rates, report
-from penstock.services.plan.files import run_values
-from penstock.services.plan.hardware import GIB, parse_cluster
+from benchmarks.runs import layouts
+from penstock.services.cli.plan import corrections, layout_of, preferences, settings_of
+from penstock.services.plan import rates
+from penstock.services.plan.hardware import parse_cluster
 from penstock.services.plan.layouts import Planner
-from penstock.services.plan.measured import Corrections, measured, steady, under_mps
-from penstock.services.plan.memory import TrainerOptions, peak
+from penstock.services.plan.measured import measured, steady, under_mps
+from penstock.services.plan.memory import TrainerOptions
 from penstock.services.plan.rates import decode_seconds, train_seconds
 from penstock.services.plan.workload import Lengths, Workload, workload_of
 from penstock.services.trainer.model.memory import whole_layers
-from penstock.shared.errors import SettingsError
 from penstock.shared.settings import Settings, loads
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -118,7 +112,7 @@ def test_a_calibrated_run_in_turn_is_predicted_as_it_was(wait_s: float) -> None:
     own, of_run = in_turn()
     corrected = corrections(measured(lines(wait_s), 1), own, of_run, CLUSTER)
     candidate = Planner(of_run, CLUSTER, preferences(own), corrected).as_set(layout_of(own))
-    assert candidate.step_s == pytest.approx(1.0 + wait_s, rel=0.01)
+    assert candidate.pace.step_s == pytest.approx(1.0 + wait_s, rel=0.01)
     assert corrected.decode == 1.0
 
 
@@ -145,153 +139,47 @@ def test_a_run_says_whether_its_engines_shared_a_gpu_under_mps(tmp_path: Path) -
     assert under_mps(tmp_path) is False
 
 
-# ---------------------------------------------------------------- several engines in turn
+# ---------------------------------------------------------------- benchmarks/runs/layouts.py
 
 
-def test_engines_in_turn_have_no_second_copies_and_their_own_contexts_and_caches() -> None:
-    plan = make(settings_of(None, ["--rollout.max_groups=64"]), "1xH200", "0.5b")
-    shared = {each.layout.engines: each for each in plan.candidates if each.layout.placement == "shared"}
-    assert set(shared) == {1, 2, 3}
-    weights, context = plan.planner.work.policy_bytes, 0.6 * GIB
-    for engines, candidate in shared.items():
-        parts = {part.name: part.nbytes for part in candidate.memory["shared"]["generate"]}
-        assert parts["weights"] == engines * weights
-        assert parts["context"] == pytest.approx(engines * context)
-        assert not parts.get("shadow")
-        assert peak(candidate.memory["shared"]) <= plan.planner.limit_bytes
-    assert shared[3].utilization > shared[2].utilization > 0
+@pytest.mark.parametrize("work", list(layouts.WORKS))
+def test_layouts_of_a_work_are_accepted_and_use_their_gpus(work: str) -> None:
+    for name, of in layouts.WORKS[work].items():
+        settings = loads("", "flags", ["--rollout.engine=vllm", *of.flags(toy=False)], environment={})
+        assert settings.trainer.ranks == of.ranks, name
+        assert {*settings.trainer.gpus, *settings.rollout.gpus} == set(range(of.gpus)), name
 
 
-def test_engines_in_turn_free_more_on_higher_rungs_where_memory_is_short() -> None:
-    rungs = {}
-    for gpus in ("1xH200", "1x56GiB", "1x48GiB"):
-        plan = make(settings_of(None, ["--rollout.max_groups=64"]), gpus, "0.5b")
-        shared = [each for each in plan.candidates if each.layout.placement == "shared" and each.layout.engines == 3]
-        rungs[gpus] = [each.layout.rung for each in shared][:1]
-    assert rungs["1xH200"] == [0]
-    assert rungs["1x56GiB"] > [0]
+@pytest.mark.parametrize(
+    ("work", "runs", "outside"),
+    [
+        ("one", "plan-rates", {"turns-more-groups", "turns-1.5b"}),
+        ("four", "layouts-four", {"turns-2-engines"}),
+        ("two-tail", "layouts-two-tail", set()),
+        ("two-7b", "layouts-two-7b", set()),
+        ("two-7b", "layouts-two-7b-turns", set()),
+    ],
+)
+def test_real_runs_are_predicted_within_the_bar_from_the_rates_of_one_of_them(
+    work: str, runs: str, outside: set[str]
+) -> None:
+    """Except those that docs/plan.md names; the recommended layout is the fastest, or within 10 % of it."""
+    rows = layouts.rows_of(RESULTS / f"2026-11-27-{runs}-h200.json")
+    result = layouts.compared(rows, layouts.WORKS[work])
+    calibrated = result["calibrated"]
+    assert {name for name, deviation in calibrated.items() if abs(deviation) > layouts.BAR} == outside
+    assert not outside or result["within"] == len(calibrated) - len(outside)
+    assert result["ratio"] <= 1.1 or work == "one"
+    without = {name: value for name, value in result["uncalibrated"].items() if name not in outside}
+    assert all(-0.35 <= value <= 0.25 for value in without.values()), without
 
 
-def test_large_models_have_one_engine_in_turn() -> None:
-    plan = make(settings_of(None, []), "8xH200", "7b")
-    assert {each.layout.engines for each in plan.candidates} == {1}
-
-
-def test_engines_in_turn_lie_between_one_in_turn_and_all_at_once() -> None:
-    own, of_run = in_turn("--rollout.replicas=1")
-    best: dict[tuple[str, int], float] = {}
-    for each in Planner(of_run, CLUSTER, preferences(own)).compare()[0]:
-        key = each.layout.placement, each.layout.engines
-        best[key] = min(best.get(key, each.step_s), each.step_s)
-    assert best["at once", 3] < best["shared", 3] < best["shared", 1]
-
-
-@pytest.mark.parametrize("engines", [1, 2, 3])
-def test_engines_in_turn_are_written_and_planned_as_accepted_if_the_settings_accept_them(engines: int) -> None:
-    settings = settings_of(None, ["--rollout.max_groups=64", "--rollout.replicas=1", "--weights.shadow=bucketed"])
-    plan = make(settings, "1xH200", "0.5b")
-    (candidate, *_) = [
-        each for each in plan.candidates if (each.layout.placement, each.layout.engines) == ("shared", engines)
-    ]
-    written = run_values(settings, candidate, CLUSTER)
-    assert written["placement"] == {"mode": "shared"}
-    assert (written["rollout"]["engines_per_gpu"], written["rollout"]["replicas"]) == (engines, 1)
-    assert written["rollout"]["vllm"].get("gpu_memory_utilization", 0.0) == candidate.utilization
-    assert written["weights"]["shadow"] == "auto", "several engines refuse another, and it means the same in turn"
-    try:
-        accepted = loads(tomli_w.dumps(written), "run.toml").rollout.engines_per_gpu == engines
-    except SettingsError:
-        accepted = False
-    assert accepted == report.accepted(candidate.layout, CLUSTER, plan.planner.work)
-    assert ("not supported yet" in report.text(dataclasses.replace(plan, candidates=[candidate]))) != accepted
-
-
-# ---------------------------------------------------------------- benchmarks/plan_rates.py
-
-
-def row(name: str, steps: str, *flags: str, mps: bool = False, **more: Any) -> dict[str, Any]:
-    """Return a run as the benchmark stores it, from a stored measurement."""
-    settings = settings_of(None, [f"--algorithm.max_lag={CONFIGURATIONS[name].max_lag}", *flags])
-    lengths = CONFIGURATIONS[name].lengths
-    measured_steps = [{**step, "samples": 256, "response_tokens_mean": 512.0} for step in ONE_GPU["steps"][steps]]
-    return {
-        "name": name, "device": "NVIDIA H200", "host": "a", "shape": "0.5b", "gpus": "1xH200", "mps": mps,
-        "prompt_tokens": 64, "lengths": dataclasses.asdict(lengths), "steps": measured_steps,
-        "settings": settings.model_dump(mode="json", exclude_unset=True), **more,
-    }  # fmt: skip
-
-
-def stored() -> Iterator[dict[str, Any]]:
-    at_once = dataclasses.replace(CONFIGURATIONS["at-once-3"], micro_batch_tokens=32_768).flags(toy=False)
-    yield row(CALIBRATING, "shared", *CONFIGURATIONS[CALIBRATING].flags(toy=False))
-    yield row("at-once-3", "at_once", *at_once, mps=True)
-    yield row("at-once-3-slices", "at_once", *at_once)
-    yield {"name": "turns-1.5b", "device": "NVIDIA H200", "host": "a", "shape": "1.5b", "error": "not done"}
-
-
-def test_stored_runs_are_predicted_from_the_one_that_calibrates_or_refused(tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(each) + "\n" for each in stored()))
-    result = compared(rows_of(tmp_path / "rows.jsonl"))
-    at_once, slices = result["results"]
-    assert at_once["measured"] == pytest.approx(80.6, rel=0.01)
-    assert at_once["deviation"] == pytest.approx(0.09, abs=0.02)
-    assert at_once["bar_met"]
-    assert "in time slices are not predicted" in slices["refused"]
-    assert [failed["name"] for failed in result["failed"]] == ["turns-1.5b"]
-    assert (result["within"], result["of"], result["bar_met"]) == (1, 1, False), "eight are needed"
-    (tmp_path / "result.json").write_text(json.dumps({"rows": list(stored())}, indent=1))
-    assert compared(rows_of(tmp_path / "result.json")) == result
-
-
-def test_a_run_is_stored_with_all_that_its_prediction_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def runs(folder: Path, work: None, steps: int, max_lag: int, flags: list[str], limit_s: float, name: str) -> Any:
-        if name == "turns-short":
-            raise SystemExit("not done in 1 s")
-        (folder / name).mkdir()
-        made = row(name, "shared", *flags)
-        (folder / name / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in made["steps"]))
-        (folder / name / "settings.toml").write_text(tomli_w.dumps(made["settings"]))
-        return 1.0, {}, {"0": {"busy": 0.5}}
-
-    monkeypatch.setattr(plan_rates, "run_penstock", runs)
-    monkeypatch.setattr(plan_rates, "_gpu", lambda: ("NVIDIA H100 80GB HBM3", 79.6 * GIB))
-    monkeypatch.setattr(plan_rates.Runs, "_work", lambda _self, _of: None)
-    of_host = plan_rates.Runs(tmp_path, toy=False, limit_s=1.0, cold_s=0.0)
-    rows = [
-        of_host.row(name, CONFIGURATIONS[name]) for name in (CALIBRATING, "turns-lag-0", "turns-short", "turns-tail")
-    ]
-    result = compared(json.loads(json.dumps(rows)))
-    assert [each["name"] for each in result["results"]] == ["turns-lag-0", "turns-tail"]
-    assert all("deviation" in each for each in result["results"])
-    assert result["failed"] == [{"name": "turns-short", "error": "not done in 1 s"}]
-    assert rows[0]["gpus"] == "1xH100"
-    again = compared([*rows, {**rows[1], "name": "turns-short"}])
-    assert not again["failed"], "it has succeeded since"
-
-
-def test_a_host_without_a_calibration_takes_that_of_the_same_device_and_says_so() -> None:
-    calibrating, other, *_ = stored()
-    (of_other_host,) = compared([calibrating, {**other, "host": "b"}])["results"]
-    assert not of_other_host["same_host"]
-    (alone,) = compared([other])["results"]
-    assert "expected the run 'turns' on a NVIDIA H200, found none" in alone["refused"]
-
-
-def test_every_configuration_has_settings_and_a_prediction() -> None:
-    assert len(CONFIGURATIONS) - 1 >= plan_rates.LEAST
-    rates = {}
-    for name, of in CONFIGURATIONS.items():
-        made = row(name, "shared", *of.flags(toy=False), mps=True, shape=of.shape)
-        rates[name] = plan_rates.predict(made, Corrections())
-    assert rates["turns-short"] > rates[CALIBRATING] > max(rates["turns-long"], rates["turns-tail"])
-    assert rates["turns-lag-0"] < rates[CALIBRATING]
-    assert rates["turns-1.5b"] < rates[CALIBRATING] < rates["at-once-3"]
-
-
-def test_the_tail_is_the_distribution_that_its_model_was_made_for() -> None:
-    lengths = CONFIGURATIONS["turns-tail"].lengths
-    assert lengths.most == 2048
-    assert lengths.mean == pytest.approx(800 * (1 - (1 - 1 / 800) ** 2048), rel=0.01)
+def test_a_failed_layout_is_reported_and_without_the_calibrating_one_nothing_is_recommended() -> None:
+    first, second, *rest = layouts.rows_of(RESULTS / "2026-11-27-layouts-four-h200.json")
+    failed = {"name": first["name"], "error": "CUDA out of memory"}
+    result = layouts.compared([failed, second, *rest], layouts.WORKS["four"])
+    assert result["failed"] == {"separate-2-2": "CUDA out of memory"}
+    assert "recommended" not in result
 
 
 def test_the_daemon_of_mps_is_started_and_ended_for_the_runs_that_use_it(
@@ -305,9 +193,9 @@ def test_the_daemon_of_mps_is_started_and_ended_for_the_runs_that_use_it(
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.delenv("CUDA_MPS_PIPE_DIRECTORY", raising=False)
-    with plan_rates._mps(on=True), plan_rates._mps(on=False) as answers:
+    with layouts._mps(on=True), layouts._mps(on=False) as answers:
         assert not answers, "a daemon that answers is not found by the processes of a run without"
-    with plan_rates._mps(on=True) as answers:
+    with layouts._mps(on=True) as answers:
         assert answers
         assert Path(os.environ["CUDA_MPS_PIPE_DIRECTORY"]).is_dir()
     assert (tmp_path / "words").read_text().split().count("quit") == 2, "each daemon is ended"

@@ -59,7 +59,7 @@ for dtype in (torch.float32, torch.float16):
 
 @NEEDS_GPU
 def test_a_replay_on_a_gpu_repeats_a_step_to_the_bit_with_dropout_and_short_of_memory() -> None:
-    command = [sys.executable, "-m", "benchmarks.replay", "--device", "cuda", "--lora", "--short-of-memory"]
+    command = [sys.executable, "-m", "benchmarks.trainer.replay", "--device", "cuda", "--lora", "--short-of-memory"]
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")  # an earlier test may have made this process a rank
     environment = {name: value for name, value in os.environ.items() if name not in names}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)

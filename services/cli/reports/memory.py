@@ -1,4 +1,4 @@
-"""``penstock memory``: what each process of a run held on its device, by phase and component, beside the plan."""
+"""``penstock plan --memory``: what each process of a run held on its device, by phase and component, beside the plan."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
@@ -100,27 +100,25 @@ def _summed(parts: Iterable[tuple[str, float]]) -> dict[str, float]:
     return sums
 
 
-def show(run: Path, *, plan: bool, as_json: bool) -> None:
-    """Print the memory of the run in folder ``run``. Raises PenstockError: it has no records of memory."""
+def show(run: Path, *, as_json: bool) -> None:
+    """Print the memory of the run in folder ``run``, and what is planned for it. Raises PenstockError: it has no records."""
     measured = phases(read(run / MEMORY_FILE))
     if not measured:
         raise PenstockError(
             f"no records of memory in {run / MEMORY_FILE}: they are written from a run's first step on; "
             "give the folder of another run"
         )
-    settings = load_run(run) if plan else None
+    settings = load_run(run)
     if as_json:
-        console.say_json([_entry(phase, settings) for phase in measured])
+        console.say_json([dataclasses.asdict(phase) | {"predicted": predicted(settings, phase)} for phase in measured])
         return
     for place in dict.fromkeys((phase.replica, phase.device) for phase in measured):
         own = [phase for phase in measured if (phase.replica, phase.device) == place]
         console.say(f"{escaped_line(' on '.join(place))}: {own[0].capacity_bytes / GIB:.1f} GiB")
-        console.show(_phases(own) if settings is None else _compared(own, settings))
+        console.show(_phases(own))
+        if any(predicted(settings, phase) for phase in own):
+            console.show(_compared(own, settings))
         console.say("")
-
-
-def _entry(measured: PhaseMemory, settings: Settings | None) -> dict[str, Any]:
-    return dataclasses.asdict(measured) | ({} if settings is None else {"predicted": predicted(settings, measured)})
 
 
 def _table(*names: str) -> Table:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.executor import executor as benchmarked
+from benchmarks.reward.executor import executor as benchmarked
 from penstock.services.reward.executor.executor import Executor
 from penstock.services.reward.executor.isolation import Interpreter, Isolation, _has_capabilities, candidates
 from penstock.services.reward.executor.protocol import Job, Outcome

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.scheduling import BLOCK_SIZE, output, request, scheduler, scheduler_config
+from benchmarks.rollout.scheduling import BLOCK_SIZE, output, request, scheduler, scheduler_config
 from penstock.services.rollout.engines.vllm.scheduling.plain_decoding import (
     _MORE_OF_A_STEP,
     plain_decoding,

@@ -1,0 +1,1 @@
+"""The bus, its messages, and the coordinator on it."""

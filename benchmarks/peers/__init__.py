@@ -1,0 +1,1 @@
+"""Penstock beside other systems."""

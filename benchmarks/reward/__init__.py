@@ -1,0 +1,1 @@
+"""Scorers, graders and the executor."""

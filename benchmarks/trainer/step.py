@@ -1,0 +1,240 @@
+"""Tokens per second, utilization and memory of a training step, packed and padded.
+
+    python -m benchmarks.trainer.step                                                              # a toy, one CPU
+    python -m benchmarks.trainer.step --shape 0.5b --device cuda
+    python -m benchmarks.trainer.step --shape 7b --device cuda --ranks 2 --zero-stage 3
+
+Three ways to the same mean logprob and gradient, which must agree::
+
+    packed   rows end to end, prompts shared, as the trainer does       (services/trainer/batch/packing.py)
+    padded   separate sequences in order of arrival, padded to the longest
+    sorted   separate sequences by length, padded likewise
+
+Padding on the right needs no mask. Lengths are as in ``benchmarks.trainer.packing``; weights are random. ``tokens_per_s``
+counts trained tokens; ``mfu`` the packed step's model operations without recomputation. Memory is the largest rank's:
+torch's allocator on a GPU, resident on a CPU. Logs go to stderr.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.shapes import SHAPES
+from benchmarks.trainer.models import EitherPolicy, Padded, by_arrival, by_length, random_model
+from benchmarks.trainer.packing import mix
+from penstock.services.trainer.batch.packing import MicroBatch, PackedRow, plan
+from penstock.services.trainer.launcher import launch
+from penstock.services.trainer.model.engine import TrainingEngine
+from penstock.services.trainer.model.layers import attention, kernels
+from penstock.services.trainer.phases import Phases, utilisation
+from penstock.services.trainer.rank_group import start_ranks
+from penstock.shared.model.flops import BACKWARD, ModelSizes
+from penstock.shared.settings import Settings, TrainerSettings
+
+LEAST_RATIO, LEAST_MFU = 1.3, {"tiny": 0.0, "0.5b": 0.45, "7b": 0.5}
+"""Limits: packed / padded; bfloat16 utilization on GPUs."""
+_AGREE = {"logprob": {"float32": 1e-5, "bfloat16": 2e-3}, "grad_norm": {"float32": 1e-4, "bfloat16": 2e-2}}
+"""Largest relative differences."""
+WAYS = ("packed", "padded", "sorted")
+_STARTED_S = time.perf_counter()
+
+Batches = Sequence[MicroBatch | Padded]
+
+
+def settings(arguments: argparse.Namespace) -> Settings:
+    """Return the trainer's settings."""
+    return Settings.model_validate(
+        {
+            "run": {"device": arguments.device},
+            "policy": {"dtype": "bfloat16" if arguments.device == "cuda" else "float32"},
+            "trainer": {
+                "ranks": arguments.ranks, "zero_stage": arguments.zero_stage,
+                "learning_rate": 0.0, "micro_batch_tokens": arguments.cap, "optimizer": arguments.optimizer,
+                "kernels": arguments.kernels, "gradient_checkpointing": arguments.gradient_checkpointing, "offload": arguments.offload,
+                "deepspeed": json.loads(arguments.deepspeed),
+            },
+            "internal": {"peak_tflops": arguments.peak_tflops, "attention": arguments.attention},
+        }
+    )  # fmt: skip
+
+
+def ways(rows: Sequence[PackedRow], arguments: argparse.Namespace, sizes: ModelSizes) -> dict[str, Batches]:
+    """Return this rank's batches by each way."""
+    rank, ranks, cap = dist.get_rank(), arguments.ranks, arguments.cap
+    makers: dict[str, Callable[[], Batches]] = {
+        "packed": lambda: plan(rows, cap, ranks, sizes=sizes)[rank],
+        "padded": lambda: by_arrival(rows, cap, rank, ranks),
+        "sorted": lambda: by_length(rows, cap, rank, ranks),
+    }
+    return {way: make() for way, make in makers.items() if way in arguments.ways}
+
+
+def step(engine: TrainingEngine, batches: Batches, tokens: int) -> tuple[float, float]:
+    """Make one step; return this rank's part of the mean logprob, and the gradient norm."""
+    total = torch.zeros((), device=engine.device)
+    for number, batch in enumerate(batches, start=1):
+        mean = engine.forward(batch).policy_logprobs_N.sum() / tokens
+        engine.backward(-mean * engine.ranks, last=number == len(batches))
+        total += mean.detach()
+    norm = engine.step(0.0)
+    return float(total), norm
+
+
+def measure(engine: TrainingEngine, phases: Phases, make: Callable[[], tuple[float, float]]) -> dict[str, float]:
+    """Return a step's seconds and peak bytes over all ranks, mean logprob and gradient norm."""
+    dist.barrier()
+    phases.take_memory()
+    started_s = time.perf_counter()
+    with phases.measure("step"):
+        logprob, norm = make()  # reading numbers synchronizes the GPU
+    seconds, memory = time.perf_counter() - started_s, phases.take_memory()["memory_step_bytes"]
+    largest = torch.tensor([seconds, memory], dtype=torch.float64, device=engine.device)
+    total = torch.tensor(logprob, dtype=torch.float64, device=engine.device)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    dist.all_reduce(total)
+    return {"seconds": float(largest[0]), "bytes": float(largest[1]), "logprob": float(total), "grad_norm": norm}
+
+
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Measure every way's step alternately."""
+    of = settings(arguments)
+    start_ranks(arguments.device)
+    tell(f"{arguments.ranks} ranks on {arguments.device}, building {arguments.shape}")
+    model = random_model(SHAPES[arguments.shape], of, arguments.device)
+    fused = kernels.fuses_logits(of.trainer.kernels)
+    kind = attention.kind_of(of.internal.attention, of.trainer.kernels)
+    policy = EitherPolicy(model, kind=kind, chunk_tokens=of.internal.logits_chunk_tokens, fused_logits=fused).train()
+    sizes = policy.sizes
+    engine = TrainingEngine(policy, of, arguments.device)
+    longest = arguments.longest
+    rows = mix(arguments.groups, arguments.samples, longest, median=longest // 7, vocabulary=engine.vocabulary)
+    passes = ways(rows, arguments, sizes)
+    tokens = sum(len(sample.token_ids) for row in rows for sample in row.samples)
+    tell(
+        f"{tokens} trained tokens; forward passes a rank: { ({way: len(batches) for way, batches in passes.items()}) }"
+    )
+    phases = Phases(engine.device)
+    seen: dict[str, list[dict[str, float]]] = {way: [] for way in passes}
+    for number in range(arguments.warm_ups + arguments.rounds):  # warm-up: shapes and memory planning
+        for way, batches in passes.items():
+            measured = measure(engine, phases, lambda batches=batches: step(engine, batches, tokens))  # type: ignore[misc]
+            if number >= arguments.warm_ups:
+                seen[way].append(measured)
+            tell(f"round {number}, {way}: {measured['seconds']:.2f} s, {measured['bytes'] / 1e9:.1f} GB; {engine.kept}")
+    _check(seen, of)
+    return _figures(seen, passes, tokens, sum(row.flops(sizes) for row in rows), engine, arguments)
+
+
+def _check(seen: dict[str, list[dict[str, float]]], of: Settings) -> None:
+    for figure, tolerance in _AGREE.items():
+        values = [measured[figure] for rounds in seen.values() for measured in rounds]
+        if not max(values) - min(values) <= tolerance[of.policy.dtype] * abs(min(values)):  # also catches NaN
+            raise SystemExit(f"expected the same {figure} by every way, found {seen}")
+
+
+def _figures(
+    seen: dict[str, list[dict[str, float]]],
+    passes: dict[str, Batches],
+    tokens: int,
+    flops: float,
+    engine: TrainingEngine,
+    arguments: argparse.Namespace,
+) -> dict[str, Any]:
+    computed = torch.tensor(
+        [sum(batch.tokens for batch in batches) for batches in passes.values()], device=engine.device
+    )
+    dist.all_reduce(computed)
+    medians: dict[str, dict[str, float]] = {}
+    for way, positions in zip(passes, computed.tolist(), strict=True):
+        seconds = statistics.median(measured["seconds"] for measured in seen[way])
+        reached = utilisation(flops * (1 + BACKWARD) / engine.ranks, seconds, arguments.peak_tflops, engine.device)
+        medians[way] = {
+            "seconds": seconds, "tokens_per_s": tokens / seconds, "computed_tokens": positions,
+            "peak_memory_bytes": max(measured["bytes"] for measured in seen[way]), **reached,
+        }  # fmt: skip
+    packed, mfu = medians["packed"], medians["packed"].get("mfu")
+    ratios = {way: median["seconds"] / packed["seconds"] for way, median in medians.items()}
+    return {
+        "mfu": mfu,
+        "tokens_per_s": packed["tokens_per_s"],
+        "peak_memory_bytes": packed["peak_memory_bytes"],
+        "padding_ratio": ratios.get("padded"),
+        "sorted_padding_ratio": ratios.get("sorted"),
+        "bars_met": ratios.get("padded", LEAST_RATIO) >= LEAST_RATIO and (mfu or 1.0) >= LEAST_MFU[arguments.shape],
+        "kept": dataclasses.asdict(engine.kept),
+        "trained_tokens": tokens,
+        "ways": medians,
+        **{name: value for name, value in vars(arguments).items() if name not in ("peak_tflops", "ways")},
+        "device_name": torch.cuda.get_device_name() if engine.device.type == "cuda" else "cpu",
+        "torch": torch.__version__,
+    }
+
+
+def tell(message: str) -> None:
+    """Log to stderr on rank 0."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"{time.perf_counter() - _STARTED_S:6.1f} s  {message}", file=sys.stderr, flush=True)
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=tuple(SHAPES), default="tiny")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--zero-stage", type=int, choices=(0, 1, 2, 3), default=1)
+    parser.add_argument("--gradient-checkpointing", choices=("auto", "true", "false"), default="auto")
+    parser.add_argument("--kernels", choices=("auto", "torch", "liger"), default="auto")
+    parser.add_argument("--attention", choices=("auto", "mask", "varlen", "flash4"), default="auto")
+    parser.add_argument("--optimizer", choices=("adamw", "adamw_8bit"), default="adamw")
+    parser.add_argument("--offload", choices=("none", "optimizer", "all"), default="none")
+    parser.add_argument("--deepspeed", default="{}", help="more of DeepSpeed's settings, as JSON")
+    parser.add_argument("--cap", type=int, help="most positions of a forward pass")
+    parser.add_argument("--longest", type=int, help="tokens of the longest sequence; a quarter of the cap otherwise")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS, help="packed is needed")
+    parser.add_argument("--warm-ups", type=int, default=4, help="rounds before those that count")
+    parser.add_argument("--groups", type=int)
+    parser.add_argument("--samples", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--peak-tflops", type=float, default=0.0, help="of one device; 0: by a GPU's name")
+    arguments = parser.parse_args()
+    toy = arguments.shape == "tiny"
+    arguments.cap, arguments.groups = (
+        arguments.cap or (1024 if toy else 16_384),
+        arguments.groups or (16 if toy else 16 * arguments.ranks),
+    )
+    arguments.longest = arguments.longest or arguments.cap // 4
+    if arguments.device == "cuda" and torch.cuda.device_count() < arguments.ranks:
+        raise SystemExit(
+            f"expected {arguments.ranks} GPUs, found {torch.cuda.device_count()}: change --ranks or --device"
+        )
+    if arguments.groups * arguments.samples % arguments.ranks:
+        raise SystemExit("expected groups × samples to be a multiple of --ranks: change --groups")
+    return arguments
+
+
+def main() -> None:
+    """Launch the ranks, measure, and print."""
+    arguments = _parse()
+    if arguments.ranks > 1 and "RANK" not in os.environ:
+        command = [sys.executable, "-m", "benchmarks.trainer.step", *sys.argv[1:]]
+        sys.exit(launch(command, TrainerSettings(ranks=arguments.ranks), drain_s=0.0))
+    warnings.simplefilter("ignore")
+    torch.manual_seed(0)
+    result = run(arguments)
+    if dist.get_rank() == 0:
+        print(json.dumps(result), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
