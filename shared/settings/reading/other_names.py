@@ -21,7 +21,7 @@ OTHER_NAMES: Mapping[str, Mapping[str, str]] = {
         "bf16": _PRECISION,
         "chat_template_kwargs": "data.chat_template",
         "dataset": "data.path",
-        "delta": "algorithm.dual_clip",
+        "delta": "algorithm.clip, its third number",
         "entropy_coef": "algorithm.entropy_bonus",
         "epsilon": "algorithm.clip",
         "epsilon_high": "algorithm.clip",
@@ -85,7 +85,7 @@ OTHER_NAMES: Mapping[str, Mapping[str, str]] = {
     "verl": {
         "adv_estimator": "algorithm.advantage",
         "clip_ratio": "algorithm.clip",
-        "clip_ratio_c": "algorithm.dual_clip",
+        "clip_ratio_c": "algorithm.clip, its third number",
         "clip_ratio_high": "algorithm.clip",
         "clip_ratio_low": "algorithm.clip",
         "custom_reward_function": f'{_SCORERS}, with kind = "python"',

@@ -147,12 +147,27 @@ def test_a_journalled_group_without_a_teacher_is_refused_by_name() -> None:
 @pytest.mark.parametrize(
     ("tables", "sentence"),
     [
-        ({"algorithm": {"advantage": "none"}}, "expected algorithm.distillation > 0, and no KL in the reward"),
-        ({"algorithm": {"preset": "gspo", "distillation": 1.0}}, 'with algorithm.distillation, found "gspo"'),
-        ({"algorithm": {"preset": "dpo", "distillation": 1.0}}, 'with algorithm.distillation, found "dpo"'),
-        ({"algorithm": {"preset": "ppo", "distillation": 1.0}}, 'found "clip", "gae"'),
-        ({"algorithm": {"preset": "dapo", "distillation": 1.0}}, 'found "clip", "grpo" and True'),
-        ({"algorithm": {"loss": "cross_entropy", "distillation": 1.0}}, 'found "cross_entropy"'),
+        ({"algorithm": {"advantage": "none"}}, "expected algorithm.distillation > 0 with algorithm.advantage = .none."),
+        (
+            {"algorithm": {"preset": "gspo", "distillation": 1.0}},
+            'algorithm.distillation to be left out with algorithm.loss = "gspo"',
+        ),
+        (
+            {"algorithm": {"preset": "dpo", "distillation": 1.0}},
+            'algorithm.distillation to be left out with algorithm.loss = "dpo"',
+        ),
+        (
+            {"algorithm": {"preset": "ppo", "distillation": 1.0}},
+            'algorithm.distillation to be left out with algorithm.advantage = "gae"',
+        ),
+        (
+            {"algorithm": {"preset": "dapo", "distillation": 1.0}},
+            "algorithm.dynamic_sampling to be left out with algorithm.distillation = 1, which gives",
+        ),
+        (
+            {"algorithm": {"loss": "cross_entropy", "distillation": 1.0}},
+            'algorithm.distillation to be left out with algorithm.loss = "cross_entropy"',
+        ),
         ({"algorithm": {"distillation": 1.0}, "sampling": {"top_p": 0.9}}, "expected no top_p, top_k, min_p"),
     ],
 )

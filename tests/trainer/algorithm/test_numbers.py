@@ -200,7 +200,7 @@ def test_the_policy_gradient_is_the_advantage() -> None:
 
 PRESETS: dict[str, dict[str, Any]] = {
     "clip": {"preset": "grpo"},
-    "dual clip": {"preset": "grpo", "dual_clip": 3.0},
+    "dual clip": {"preset": "grpo", "clip": (0.2, 0.2, 3.0)},
     "gspo": {"preset": "gspo"},
     "cispo": {"preset": "cispo"},
     "policy gradient": {"preset": "reinforce"},

@@ -100,7 +100,7 @@ def _anchor(inputs: LossInputs, policy_logprobs_N: Tensor, algorithm: AlgorithmS
 def _loss(
     inputs: LossInputs, out: TokenLogprobs, anchor_N: Tensor, advantages_N: Tensor, algorithm: AlgorithmSettings
 ) -> losses.PolicyLoss:
-    policy_N, (low, high) = out.policy_logprobs_N, algorithm.clip
+    policy_N, (low, high, *dual) = out.policy_logprobs_N, algorithm.clip
     if ":" in algorithm.loss:
         return _own_loss(inputs, out, anchor_N, advantages_N, algorithm.loss)
     if algorithm.loss == "gspo":
@@ -109,7 +109,7 @@ def _loss(
         return losses.clipped_weight(policy_N, anchor_N, advantages_N, high)
     if algorithm.loss == "policy_gradient":
         return losses.policy_gradient(policy_N, advantages_N)
-    return losses.clipped_ratio(policy_N, anchor_N, advantages_N, low, high, algorithm.dual_clip)
+    return losses.clipped_ratio(policy_N, anchor_N, advantages_N, low, high, *dual)
 
 
 def _own_loss(
