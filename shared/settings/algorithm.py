@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationInfo, field_validator, model_validator
+from pydantic import Field, NonNegativeInt, PositiveInt, ValidationInfo, field_validator, model_validator
 
 from shared.settings.rules import ADVANTAGES, LOSSES, OWN, RuleSettings, at, refusal
 from shared.settings.section import Section, shown
@@ -56,10 +56,8 @@ class BatchSettings(Section):
     on_stale: Literal["drop", "requeue", "mask", "wait"] = Field(default="drop")
     """What happens to a sample with a token over max_lag: it is not trained (`drop`), it is generated again
     (`requeue`), or its tokens up to the last one over max_lag are not trained (`mask`). All three train long
-    completions less often than short ones. `wait`: a step waits up to wait_s for groups admitted before those of its
+    completions less often than short ones. `wait`: a step waits up to ten minutes for groups admitted before those of its
     batch, so that they are not overtaken; later stale samples are dropped."""
-    wait_s: PositiveFloat = Field(default=600.0)
-    """Longest wait of a step for earlier groups with on_stale = "wait", in seconds."""
     dynamic_sampling: bool = Field(default=False)
     """Whether groups with equal rewards are dropped on arrival (`dropped:no_signal`) and replaced."""
     filter: str = Field(default="")
@@ -186,8 +184,6 @@ class AlgorithmSettings(RuleSettings, BatchSettings):
                 'algorithm.proximal = "log_linear" and algorithm.max_lag = 0, where the ratio is 1',
             )  # fmt: skip
         yield "reference", self.needs_reference, 'algorithm.kl.coefficient = 0 and another algorithm.loss than "dpo"'
-        yield "critic.clip", several, "one update a step (algorithm.minibatches), in which no value has changed yet"
-        yield "wait_s", self.on_stale == "wait", 'another algorithm.on_stale than "wait"'
         yield "overlong.1", self.overlong[0] > 0, "a share of 0 in algorithm.overlong"
         yield "overlong.0", self.overlong[1] > 0, "a penalty of 0 in algorithm.overlong"
 

@@ -404,10 +404,10 @@ def _check_pairs(settings: Settings) -> None:
             'expected algorithm.reference = "trainer" with data.rejected_field, where no reward service runs, found '
             f'"{algorithm.reference}": change algorithm.reference'
         )
-    if settings.guards.reference_kl_nats:
+    if settings.guards.limit("reference_kl"):
         raise ValueError(
-            "expected guards.reference_kl_nats = 0 with data.rejected_field, as the KL's estimate needs the policy's own tokens, found "
-            f"{settings.guards.reference_kl_nats:g}: change guards.reference_kl_nats"
+            "expected guards.limits.reference_kl = 0 with data.rejected_field, as the KL's estimate needs the policy's own tokens, found "
+            f"{settings.guards.limit('reference_kl'):g}: change guards.limits.reference_kl"
         )
     for name in ("entropy_bonus", "filter", "overlong"):
         if (value := getattr(algorithm, name)) != getattr(plain, name):

@@ -28,8 +28,6 @@ class KlSettings(Section):
     where: Literal["loss", "reward"] = Field(default="loss")
     """Added to the `loss` of each token, or subtracted from the `reward` (of each token for gae and reinforce_pp,
     else summed over the sample before the group is compared)."""
-    target: NonNegativeFloat = Field(default=0.0)
-    """Mean KL per token (nats) to which the coefficient is steered; 0: the coefficient is fixed."""
 
 
 class CriticSettings(Section):
@@ -39,12 +37,8 @@ class CriticSettings(Section):
     """Initial weights of the critic, as policy.model; empty: those of policy.model."""
     learning_rate: NonNegativeFloat = Field(default=1e-5)
     """Learning rate of its AdamW, constant after trainer.warmup_steps."""
-    clip: NonNegativeFloat = Field(default=0.2)
-    """Largest change of a value in one step; 0: no limit."""
     warmup_steps: NonNegativeInt = Field(default=0)
     """Steps at the start in which only the critic learns."""
-    discount: Annotated[float, Field(gt=0, le=1)] = Field(default=1.0)
-    """Discount γ of a reward per token."""
     decay: Annotated[float, Field(ge=0, le=1)] = Field(default=0.95)
     """Decay λ of generalized advantages. 1: returns minus values; lower: less variance, more trust in the critic."""
 
@@ -99,9 +93,6 @@ class RuleSettings(Section):
     distillation: NonNegativeFloat = Field(default=0.0)
     """Weight of the teacher: this times (log teacher − log policy) is added to the advantage of each token; 0: no
     teacher."""
-    distillation_skew: float = Field(default=0.0, ge=0.0, lt=1.0)
-    """Share of the policy itself in what it is compared with, (1 − skew) × teacher + skew × policy: bounds what a token
-    costs that the teacher finds impossible. 0: the teacher alone."""
     distillation_top_k: int = Field(default=0, ge=0, le=64)
     """How many of its most probable tokens a teacher gives at each position: instead of an advantage, distillation times
     the KL from teacher to policy over these tokens and all others together is added to the loss. 0: only the logprob of
@@ -193,15 +184,6 @@ def _learns_from_teacher(settings: RuleSettings) -> str:
     return ""
 
 
-def _has_one_bound(settings: RuleSettings) -> str:
-    if settings.distillation_skew and settings.distillation_top_k:
-        return (
-            "expected algorithm.distillation_skew = 0 with algorithm.distillation_top_k, which has no term to bound, found "
-            f"{settings.distillation_skew:g}: change one of them"
-        )
-    return ""
-
-
 _OF_REWARDS = frozenset({"overlong", "kl.where"})
 _OF_SAMPLES = frozenset(
     {"advantage", "aggregation", "correction", "dynamic_sampling", "entropy_bonus", "filter", "imitation", "kl.coefficient",
@@ -247,9 +229,9 @@ CORRECTIONS: Mapping[str, Rule] = {
     **dict.fromkeys(("token_tis", "sequence_tis"), _TRUNCATES),
     **dict.fromkeys(("token_mask", "sequence_mask", "geometric_mask"), _MASKS),
 }
-PENALTIES: Mapping[str, Rule] = {"on": Rule(frozenset({"kl.estimator", "kl.where", "kl.target"})), "0": Rule()}
+PENALTIES: Mapping[str, Rule] = {"on": Rule(frozenset({"kl.estimator", "kl.where"})), "0": Rule()}
 TEACHERS: Mapping[str, Rule] = {
-    "on": Rule(frozenset({"distillation_skew", "distillation_top_k"}), "which gives groups with equal rewards a signal", _has_one_bound),
+    "on": Rule(frozenset({"distillation_top_k"}), "which gives groups with equal rewards a signal"),
     "0": Rule(frozenset({"dynamic_sampling"})),
 }  # fmt: skip
 CHOICES: Mapping[str, Mapping[str, Rule]] = {

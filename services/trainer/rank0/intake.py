@@ -376,7 +376,7 @@ class Intake:
             return algorithm.is_mixed and await self._is_behind()
         now_s = time.monotonic()
         self._full_at_s = self._full_at_s or now_s
-        if now_s - self._full_at_s >= algorithm.wait_s:
+        if now_s - self._full_at_s >= self._settings.internal.stale_wait_s:
             return False
         if await self._ledger.is_overtaken(last):
             return True

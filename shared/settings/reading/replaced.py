@@ -4,7 +4,27 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 REPLACED: dict[str, tuple[object, str]] = {
+    "algorithm.critic.clip": (0.2, "nothing: a value changes by at most 0.2 in a step"),
+    "algorithm.critic.discount": (1.0, "algorithm.critic.decay; the discount is 1"),
+    "algorithm.distillation_skew": (0.0, "algorithm.distillation_top_k, whose cost of a token is bounded"),
     "algorithm.dual_clip": (0.0, "a third number in algorithm.clip"),
+    "algorithm.kl.target": (0.0, "algorithm.kl.coefficient, which stays as it is"),
+    "algorithm.wait_s": (600.0, "algorithm.on_stale: a step waits at most ten minutes"),
+    "guards.kl_nats": (1.0, "kl in guards.limits"),
+    "guards.reference_kl_nats": (0.0, "reference_kl in guards.limits"),
+    "guards.entropy_nats": (0.0001, "entropy in guards.limits"),
+    "guards.stale_share": (0.25, "lag in guards.limits"),
+    "guards.throughput_share": (0.5, "throughput in guards.limits"),
+    "guards.starving_share": (0.8, "starving in guards.limits"),
+    "guards.unscored_groups": (16, "unscored in guards.limits"),
+    "guards.stalled_s": (600.0, "stalled in guards.limits"),
+    "reward.models.offload_after_s": (0.0, "nothing: models stay, or share the trainer's device by placement.mode"),
+    "reward.scorers[format].characters": ((0, 0), "tokens"),
+    "reward.scorers[format].weights": ({}, "several format scorers, weighed in reward.expression"),
+    "reward.scorers[judge].on_unparsable": ("unavailable", "pattern and scale, with a verdict for every answer"),
+    "reward.scorers[judge].requests_per_s": (0.0, "concurrency; the endpoint's Retry-After is obeyed"),
+    "reward.scorers[judge].system": ("", "template"),
+    "reward.scorers[model].normalise": ("none", "reward.expression"),
     "weights.probe_gap_nats": (
         0.05,
         "weights.probe_margin, a multiple of what rounding changes in the model's own logprobs",

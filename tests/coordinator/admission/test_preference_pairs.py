@@ -130,7 +130,7 @@ def test_what_pairs_cannot_do_is_refused_by_name(tmp_path: Path) -> None:
         ("algorithm", {"overlong": (0.5, 1.0)}, "expected algorithm.overlong to be left at its default"),
         ("algorithm", {"imitation": 0.1}, 'expected algorithm.imitation to be left out with algorithm.loss = "dpo"'),
         ("algorithm", {"kl": {"coefficient": 0.1}}, 'expected algorithm.kl.coefficient to be left out with algorithm.loss = "dpo"'),
-        ("guards", {"reference_kl_nats": 1.0}, "expected guards.reference_kl_nats = 0 with data.rejected_field"),
+        ("guards", {"limits": {"reference_kl": 1.0}}, "expected guards.limits.reference_kl = 0 with data.rejected_field"),
         ("data", {"curriculum": True}, "expected data.curriculum = False with data.rejected_field, where nothing is generated"),
         ("data", {"completion_field": "rejected"}, "expected a column of its own in data.rejected_field"),
         ("placement", {"mode": "shared"}, 'expected placement.mode = "separate" with data.rejected_field'),

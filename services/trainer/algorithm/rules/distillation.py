@@ -1,6 +1,11 @@
-"""KL divergence from the teacher to the policy, over the teacher's most probable tokens and one bucket of all others.
+"""Distillation on the policy's own samples, as a term of the advantage or of the loss.
 
-With the teacher's probabilities p and the policy's π, and ``o`` for all tokens but the teacher's k most probable::
+As an advantage: −(log π − log teacher) of each token (:func:`teacher_kl`), whose policy gradient is in the mean that of
+KL(π ‖ teacher), as the mean of ∇ log π is 0 (Agarwal et al. 2024, GKD, arXiv:2306.13649; Lu 2025, "On-policy
+distillation").
+
+As a loss: the KL divergence from the teacher to the policy, over the teacher's most probable tokens and one bucket of all
+others (:func:`top_k_kl`). With the teacher's probabilities p and the policy's π, and ``o`` for all tokens but the teacher's k most probable::
 
     KL(p ‖ π) ≥ Σ_k p_k (log p_k − log π_k) + p_o (log p_o − log π_o)          equal if the k are the whole vocabulary
 
@@ -17,6 +22,28 @@ Shapes: ``N`` tokens, ``K`` most probable ones of the teacher. Logprobs are in n
 
 import torch
 from torch import Tensor
+
+from services.trainer.batch.token_data import LossInputs
+from services.trainer.model.layers.logits import TokenLogprobs
+
+
+def teacher_kl(micro_batch: LossInputs) -> Tensor:
+    """Return log π − log teacher of each token (N, nats), π before this step."""
+    old_N = micro_batch.proximal_logprobs_N
+    assert micro_batch.teacher_logprobs_N is not None
+    return (micro_batch.behavior_logprobs_N if old_N is None else old_N) - micro_batch.teacher_logprobs_N
+
+
+def kl_over_top_k(inputs: LossInputs, out: TokenLogprobs) -> Tensor:
+    """Return :func:`top_k_kl` of a forward pass (N)."""
+    policy_N, teacher = out.policy_logprobs_N, inputs.batch.teacher
+    if teacher is None:
+        assert policy_N.numel() == 0
+        return torch.zeros_like(policy_N)
+    assert out.top_logprobs_NK is not None
+    assert out.others_logprobs_N is not None
+    teacher_NK = torch.from_numpy(teacher.logprobs_NK).to(policy_N)
+    return top_k_kl(teacher_NK, out.top_logprobs_NK, out.others_logprobs_N)
 
 
 def top_k_kl(teacher_NK: Tensor, policy_NK: Tensor, policy_others_N: Tensor) -> Tensor:
