@@ -93,6 +93,9 @@ class RuleSettings(Section):
     distillation: NonNegativeFloat = Field(default=0.0)
     """Weight of the teacher: this times (log teacher − log policy) is added to the advantage of each token; 0: no
     teacher."""
+    distillation_skew: float = Field(default=0.0, ge=0.0, lt=1.0)
+    """Share of the policy itself in what it is compared with, (1 − skew) × teacher + skew × policy: bounds what a token
+    costs that the teacher finds impossible. 0: the teacher alone."""
     distillation_top_k: int = Field(default=0, ge=0, le=64)
     """How many of its most probable tokens a teacher gives at each position: instead of an advantage, distillation times
     the KL from teacher to policy over these tokens and all others together is added to the loss. 0: only the logprob of
@@ -184,6 +187,15 @@ def _learns_from_teacher(settings: RuleSettings) -> str:
     return ""
 
 
+def _has_one_bound(settings: RuleSettings) -> str:
+    if settings.distillation_skew and settings.distillation_top_k:
+        return (
+            "expected algorithm.distillation_skew = 0 with algorithm.distillation_top_k, which has no term to bound, found "
+            f"{settings.distillation_skew:g}: change one of them"
+        )
+    return ""
+
+
 _OF_REWARDS = frozenset({"overlong", "kl.where"})
 _OF_SAMPLES = frozenset(
     {"advantage", "aggregation", "correction", "dynamic_sampling", "entropy_bonus", "filter", "imitation", "kl.coefficient",
@@ -231,7 +243,7 @@ CORRECTIONS: Mapping[str, Rule] = {
 }
 PENALTIES: Mapping[str, Rule] = {"on": Rule(frozenset({"kl.estimator", "kl.where"})), "0": Rule()}
 TEACHERS: Mapping[str, Rule] = {
-    "on": Rule(frozenset({"distillation_top_k"}), "which gives groups with equal rewards a signal"),
+    "on": Rule(frozenset({"distillation_skew", "distillation_top_k"}), "which gives groups with equal rewards a signal", _has_one_bound),
     "0": Rule(frozenset({"dynamic_sampling"})),
 }  # fmt: skip
 CHOICES: Mapping[str, Mapping[str, Rule]] = {

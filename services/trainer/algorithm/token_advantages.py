@@ -24,7 +24,7 @@ from services.trainer.algorithm.advantages import (
 from services.trainer.algorithm.diagnostics import moments
 from services.trainer.algorithm.loss.aggregation import sequence_sums
 from services.trainer.algorithm.loss.kl import estimate
-from services.trainer.algorithm.rules.distillation import teacher_kl
+from services.trainer.algorithm.rules.distillation import skewed, teacher_kl
 from services.trainer.batch.token_data import LossInputs
 from shared.bus.messages import Float32Array
 from shared.settings.algorithm import AlgorithmSettings
@@ -51,7 +51,9 @@ def assign(
     if algorithm.distillation and not algorithm.distillation_top_k:
         for micro_batch in inputs:
             assert micro_batch.advantages_N is not None
-            micro_batch.advantages_N -= algorithm.distillation * teacher_kl(micro_batch)
+            micro_batch.advantages_N -= algorithm.distillation * skewed(
+                teacher_kl(micro_batch), algorithm.distillation_skew
+            )
 
 
 def _by_group(

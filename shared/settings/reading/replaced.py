@@ -6,7 +6,6 @@ from typing import Any
 REPLACED: dict[str, tuple[object, str]] = {
     "algorithm.critic.clip": (0.2, "nothing: a value changes by at most 0.2 in a step"),
     "algorithm.critic.discount": (1.0, "algorithm.critic.decay; the discount is 1"),
-    "algorithm.distillation_skew": (0.0, "algorithm.distillation_top_k, whose cost of a token is bounded"),
     "algorithm.dual_clip": (0.0, "a third number in algorithm.clip"),
     "algorithm.kl.target": (0.0, "algorithm.kl.coefficient, which stays as it is"),
     "algorithm.wait_s": (600.0, "algorithm.on_stale: a step waits at most ten minutes"),

@@ -1,6 +1,7 @@
 """Laws of distillation: the sampled gradient, its mixture with rewards, masked tokens, and groups without a teacher."""
 
 import dataclasses
+import math
 from typing import Any
 from unittest import mock
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from services.trainer.algorithm.kinds import kind_of
+from services.trainer.algorithm.rules.distillation import skewed
 from services.trainer.algorithm.token_advantages import assign
 from services.trainer.batch.packing import PackedRow, micro_batch
 from services.trainer.batch.token_data import LossInputs, add_teacher, of
@@ -55,20 +57,28 @@ def sampled_gradient(token: int, logits_V: torch.Tensor, algorithm: AlgorithmSet
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: "-".join(rule.values()))
 @pytest.mark.parametrize("coefficient", [1.0, 0.5])
+@pytest.mark.parametrize("skew", [0.0, 0.1, 0.5])
 def test_the_sampled_gradient_is_in_the_mean_that_of_the_reverse_kl_over_the_vocabulary(
-    rule: dict[str, str], coefficient: float
+    rule: dict[str, str], coefficient: float, skew: float
 ) -> None:
-    values = {"advantage": "none", "distillation": coefficient, **rule}
+    values = {"advantage": "none", "distillation": coefficient, "distillation_skew": skew, **rule}
     algorithm = AlgorithmSettings.model_validate(values)
     logits_V = torch.tensor(POLICY_LOGITS, dtype=torch.float64, requires_grad=True)
     teacher_V = torch.log_softmax(torch.tensor(TEACHER_LOGITS, dtype=torch.float64), -1)
     policy_V = torch.log_softmax(logits_V, -1)
-    kl = (policy_V.exp() * (policy_V - teacher_V)).sum()
+    compared_V = torch.log((1 - skew) * teacher_V.exp() + skew * policy_V.exp())
+    kl = (policy_V.exp() * (policy_V - compared_V)).sum()
     (expected_V,) = torch.autograd.grad(coefficient * kl, logits_V)
     shares = torch.softmax(logits_V, -1).tolist()
     mean_V = sum(share * sampled_gradient(token, logits_V, algorithm) for token, share in enumerate(shares))
     assert torch.is_tensor(mean_V)
     assert torch.allclose(mean_V, expected_V, rtol=0, atol=1e-12)  # float64: a few roundings
+
+
+def test_a_skew_bounds_what_a_token_costs() -> None:
+    assert skewed(torch.tensor([0.0]), 0.1).tolist() == pytest.approx([0.0], abs=FORWARD)
+    assert skewed(torch.tensor([1e4]), 0.1).tolist() == pytest.approx([math.log(10.0) - 0.9])
+    assert torch.isfinite(skewed(torch.tensor([-1e4]), 0.1)).all()
 
 
 def taught(difference: float) -> list[Experience]:

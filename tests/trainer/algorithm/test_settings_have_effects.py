@@ -46,6 +46,7 @@ PARTS = ("clip", "correction_band", "overlong")
 OTHERS: dict[str, tuple[Any, ...]] = {
     "advantage": (*(ADVANTAGES.keys() - {OWN}), f"{__name__}:doubled"),
     "distillation": (0.0, 0.2),
+    "distillation_skew": (0.3,),
     "distillation_top_k": (0, TOP_K),
     "imitation": (0.0, 0.6),
     "loss": (*(LOSSES.keys() - {OWN}), f"{__name__}:squared"),

@@ -231,6 +231,7 @@ def test_a_journalled_group_with_other_most_probable_tokens_is_refused_by_name(
             {"algorithm": {"distillation_top_k": 4}},
             "algorithm.distillation_top_k to be left out with algorithm.distillation = 0",
         ),
+        ({"algorithm": {**ALONE, "distillation_skew": 0.1}}, "expected algorithm.distillation_skew = 0 with algorithm"),
         ({"algorithm": {**ALONE, "distillation_top_k": 65}}, "less than or equal to 64"),
         ({"algorithm": ALONE, "sampling": {"top_k": 20}}, "expected no top_p, top_k, min_p"),
         (

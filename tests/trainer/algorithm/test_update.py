@@ -130,7 +130,7 @@ def timeless(measured: dict[str, float]) -> dict[str, float]:
 VARIANTS: list[dict[str, Any]] = [
     *[{"preset": preset} for preset in get_args(Preset)],
     {"preset": "grpo", "kl": {"coefficient": 0.1, "where": "reward", "estimator": "k1"}, "epochs": 2},
-    {"preset": "reinforce_pp", "kl": {"coefficient": 0.1, "where": "reward", "estimator": "k1", "target": 0.05}},
+    {"preset": "reinforce_pp", "kl": {"coefficient": 0.1, "where": "reward", "estimator": "k1"}},
     {"preset": "grpo", "kl": {"coefficient": 0.1}, "entropy_bonus": 0.01, "clip": (0.2, 0.2, 3.0)},
     {"preset": "ppo", "epochs": 2, "minibatches": 2, "aggregation": "sequence"},
     {"preset": "tis", "correction": "sequence_mask", "minibatches": 2},

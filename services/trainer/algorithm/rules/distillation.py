@@ -23,6 +23,7 @@ Shapes: ``N`` tokens, ``K`` most probable ones of the teacher. Logprobs are in n
 import torch
 from torch import Tensor
 
+from services.trainer.algorithm.loss.kl import MAX_LOG_RATIO
 from services.trainer.batch.token_data import LossInputs
 from services.trainer.model.layers.logits import TokenLogprobs
 
@@ -32,6 +33,18 @@ def teacher_kl(micro_batch: LossInputs) -> Tensor:
     old_N = micro_batch.proximal_logprobs_N
     assert micro_batch.teacher_logprobs_N is not None
     return (micro_batch.behavior_logprobs_N if old_N is None else old_N) - micro_batch.teacher_logprobs_N
+
+
+def skewed(teacher_kl_N: Tensor, skew: float) -> Tensor:
+    """Return the cost of each token whose policy gradient is in the mean that of KL(π ‖ m), m = (1 − skew) teacher + skew π.
+
+    m depends on π: log π − log m − skew (π / m − 1), from 0 where the teacher agrees to −log skew − 1 + skew where it finds
+    the token impossible (skewed reverse KL: Ko et al. 2024, DistiLLM, arXiv:2402.03898).
+    """
+    if not skew:
+        return teacher_kl_N
+    share_N = (1 - skew) * torch.exp(-teacher_kl_N.clamp(min=-MAX_LOG_RATIO)) + skew
+    return -torch.log(share_N) - skew * (1 / share_N - 1)
 
 
 def kl_over_top_k(inputs: LossInputs, out: TokenLogprobs) -> Tensor:
