@@ -191,7 +191,7 @@ def workload_of(settings: Settings, model: str = "", lengths: Path | None = None
 def _scoring(settings: Settings, policy: Shape) -> tuple[tuple[ScoringModel, ...], tuple[str, ...]]:
     """Return the reward service's models on a GPU, and the settings of those whose sizes cannot be read."""
     reward, algorithm = settings.reward, settings.algorithm
-    if settings.model_work.device == "cpu" or settings.is_supervised:
+    if settings.model_work.device == "cpu" or not settings.kind.generates:
         return (), ()
     of_policy = 4 if settings.policy.dtype == "float32" else 2
     models = [ScoringModel(policy, of_policy, has_logits=True)] if algorithm.reference_travels else []

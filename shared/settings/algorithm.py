@@ -100,16 +100,6 @@ class AlgorithmSettings(RuleSettings, BatchSettings):
         return self
 
     @property
-    def is_supervised(self) -> bool:
-        """Whether the run trains demonstrations alone: nothing is generated or scored."""
-        return self.loss == "cross_entropy"
-
-    @property
-    def is_mixed(self) -> bool:
-        """Whether demonstrations are trained beside samples of the policy."""
-        return self.imitation > 0
-
-    @property
     def needs_reference(self) -> bool:
         """Whether something is compared with the frozen initial policy."""
         return self.kl.coefficient > 0 or self.loss == "dpo"

@@ -13,6 +13,7 @@ from shared.bus.bus import Bus
 from shared.bus.messages import Experience, Purpose
 from shared.errors import SettingsError
 from shared.settings import Settings
+from shared.settings.kinds import RunKind
 from shared.settings.reading.loading import is_given
 from tests.coordinator.admission import test_demonstrations
 from tests.coordinator.admission.test_admission import start
@@ -142,9 +143,9 @@ def test_what_pairs_cannot_do_is_refused_by_name(tmp_path: Path) -> None:
 
 def test_without_the_column_dpo_is_online_and_with_it_nothing_is_generated(tmp_path: Path) -> None:
     online = Settings.model_validate({"algorithm": {"preset": "dpo"}})
-    assert not online.is_supervised
+    assert online.kind.generates
     pairs = settings(tmp_path, [{"prompt": "1", "chosen": "2", "rejected": "3"}])
-    assert (pairs.is_supervised, pairs.trains_pairs) == (True, True)
+    assert (pairs.kind, pairs.kind.generates) == (RunKind.PAIRS, False)
 
 
 def test_a_flag_or_the_file_gives_a_setting(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from services.trainer.algorithm.minibatches import StepBatch, lay_out
 from services.trainer.algorithm.update import Learner
 from services.trainer.batch import oom_split
 from services.trainer.batch.packing import TOKENS_ALONE, MicroBatch
-from services.trainer.metrics import batch_figures
+from services.trainer.metrics import batch_figures, mixed_figures
 from services.trainer.model.engine import TrainingEngine
 from services.trainer.model.layers.logits import TokenLogprobs
 from services.trainer.phases import Phases
@@ -317,11 +317,11 @@ def test_a_steps_report_counts_demonstrations_apart() -> None:
     contexts = [0] * 8 + [1] + [0] * 7
     alone, mixed = (
         batch_figures(drawn, 3, {}, contexts[8:], most_tokens=99),
-        batch_figures([*shown, *drawn], 3, {}, contexts, most_tokens=99, is_mixed=True),
+        mixed_figures([*shown, *drawn], 3, {}, contexts, most_tokens=99),
     )
     assert mixed.metrics == {**alone.metrics, "demonstrations": 2.0}
     assert (mixed.metrics["zero_std_groups"], mixed.metrics["masked_tokens"]) == (1.0, 1.0)
     assert mixed.lag_counts == alone.lag_counts
     assert (mixed.samples, mixed.tokens) == (alone.samples + 8, alone.tokens + 28)
-    only = batch_figures(shown, 3, {}, most_tokens=99, is_mixed=True)
+    only = mixed_figures(shown, 3, {}, most_tokens=99)
     assert (only.metrics, only.samples, only.lag_counts) == ({"demonstrations": 2.0}, 8, {})

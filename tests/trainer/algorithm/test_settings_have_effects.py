@@ -139,7 +139,7 @@ def learned(of: Settings) -> list[torch.Tensor]:
         cast(TrainingEngine, policy), of, Phases(), cast(TrainingEngine, critic) if critic else None,
         Table(2).evaluate if algorithm.needs_reference else None,
     )  # fmt: skip
-    batch = groups(demonstrations=algorithm.is_mixed, alone=algorithm.is_supervised)
+    batch = groups(demonstrations=algorithm.imitation > 0, alone=not of.kind.generates)
     learner.learn(batch, test_update.lags(batch, 2), 1)
     return [policy.logits_VV, *([critic.logits_VV] if critic else [])]
 
