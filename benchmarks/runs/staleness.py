@@ -80,7 +80,7 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "grpo, clip 0.28": {"preset": "grpo", "clip": (0.2, 0.28)},
     "grpo, dynamic sampling": {"preset": "grpo", "dynamic_sampling": True},
     "grpo, two minibatches": {"preset": "grpo", "minibatches": 2},
-    "grpo, dual clip 2": {"preset": "grpo", "dual_clip": 2.0},
+    "grpo, dual clip 2": {"preset": "grpo", "clip": (0.2, 0.2, 2.0)},
     "tis, mask 0.8 … 1.2": {"preset": "tis", "correction": "token_mask", "correction_band": NEAR},
     "decoupled_ppo, mask 0.8 … 1.2": {"preset": "decoupled_ppo", "correction": "token_mask", "correction_band": NEAR},
     "reinforce, mask 0.8 … 1.2": {"preset": "reinforce", "correction": "token_mask", "correction_band": NEAR},

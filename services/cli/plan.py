@@ -20,6 +20,7 @@ from penstock.services.plan.report import Plan, text
 from penstock.services.plan.workload import Workload, snapshots_of, workload_of
 from penstock.shared.errors import SettingsError
 from penstock.shared.settings import Settings, load, loads
+from penstock.shared.settings.kinds import RunKind
 
 _HOSTS, _DECODING = (0.1, 2.0), (0.1, 10.0)
 """Seconds of an engine's scheduler, over those of vLLM's own on the measured hosts, and of decoding steps over the planned
@@ -34,7 +35,7 @@ def settings_of(config: Path | None, flags: Sequence[str]) -> Settings:
 
 
 def make(settings: Settings, gpus: str, model: str = "", calibrate: Path | None = None) -> Plan:
-    if settings.algorithm.is_mixed:
+    if settings.kind is RunKind.MIXTURE:
         raise SettingsError(
             f"expected algorithm.imitation = 0 with penstock plan, found {settings.algorithm.imitation:g}: how many groups of a step are "
             "demonstrations, which are not generated, is not predicted; with 0, all of them are planned as generated, an upper bound"

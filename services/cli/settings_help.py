@@ -72,8 +72,13 @@ def entries(*, internal: bool = False) -> list[Entry]:
 
 def matching(name: str) -> list[Entry]:
     every = entries(internal=True)
-    within = [entry for entry in every if entry.key == name or re.match(rf"{re.escape(name)}[.\[]", entry.key)]
+    within = [entry for entry in every if re.match(rf"{_any_kinds(name)}([.\[]|$)", entry.key)]
     return within or [entry for entry in every if name in entry.key]
+
+
+def _any_kinds(name: str) -> str:
+    """Return the pattern of a setting's name, which may be one of several kinds: `[judge]` is `[model|judge]` too."""
+    return re.sub(r"\\\[(\w+)\\\]", r"\\[([\\w|]+\\|)?\1(\\|[\\w|]+)?\\]", re.escape(name))
 
 
 def show_common(console: Console) -> None:
@@ -112,9 +117,10 @@ def markdown() -> str:
         "",
         "Every setting, by section of the run's TOML file. Environment variables (`PENSTOCK__TRAINER__RANKS=2`) override the",
         "file, and flags (`--trainer.ranks 2`) override both. `penstock settings` shows the common ones. This page is written by",
-        "`python -m penstock.services.cli.settings_help docs/reference/settings.md`.",
+        "`python -m penstock.services.cli.settings_help docs/reference/settings.md`. [Algorithms](../algorithms.md#presets) has the presets.",
     ]
-    for section, group in groupby(entries(), lambda entry: entry.section):
+    listed = [entry for entry in entries() if entry.kind]
+    for section, group in groupby(listed, lambda entry: entry.section):
         lines += ["", f"## {section}", "", "| setting | default | meaning |", "| --- | --- | --- |"]
         lines += [f"| `{_cell(entry.key)}` | {_default_cell(entry)} | {_cell(entry.text)} |" for entry in group]
     return "\n".join(lines) + "\n"
@@ -180,8 +186,13 @@ def _of_parts(key: str, parts: Sequence[type[BaseModel]]) -> Iterator[Entry]:
     each = " | ".join(repr(value) for kind in kinds for value in kind.split("|"))
     yield Entry(f"{key}[].kind", each, "", "The kind; its settings follow.")
     yield Entry(f"{key}[].name", "text", "the kind", _meaning(parts[0], "name"))
+    of_kinds: dict[Entry, list[str]] = {}
     for part, kind in zip(parts, kinds, strict=True):
-        yield from _of(part, f"{key}[{kind}].", without=_SHARED)
+        for entry in _of(part, "", without=_SHARED):
+            of_kinds.setdefault(entry, []).append(kind)
+    for names in dict.fromkeys(sorted(map(tuple, of_kinds.values()), key=len, reverse=True)):
+        for entry in [entry for entry, of_entry in of_kinds.items() if tuple(of_entry) == names]:
+            yield dataclasses.replace(entry, key=f"{key}[{'|'.join(names)}].{entry.key}")
 
 
 def _presets() -> Iterator[Entry]:

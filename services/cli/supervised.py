@@ -23,11 +23,8 @@ def prepared(config: Path | None, flags: Sequence[str], epochs: float | None) ->
             "the settings file is missing: penstock sft my-run.toml; continue one by penstock up --resume"
         )
     has_pairs = is_given("data.rejected_field", config, flags)
-    of_pairs = [
-        "--algorithm.preset=dpo",
-        "--algorithm.clip=[0.2, 0.2]",
-    ]  # of the file's run with rewards; it has no use here
-    flags = [*flags, *(of_pairs if has_pairs else ["--algorithm.loss=cross_entropy"])]
+    rule = "--algorithm.preset=dpo" if has_pairs else "--algorithm.loss=cross_entropy"
+    flags = [*flags, rule, "--algorithm.clip=[0.2, 0.2]"]  # the file's is of its run with rewards
     if epochs is not None:
         settings = load(config, flags)
         logging.getLogger("penstock.services.coordinator").addHandler(

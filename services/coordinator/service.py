@@ -70,6 +70,7 @@ from penstock.shared.process.telemetry import Status, tell
 from penstock.shared.settings import Settings
 from penstock.shared.settings.evaluation import HeldOutSet
 from penstock.shared.settings.guards import OF_GENERATION, Guard, GuardsSettings
+from penstock.shared.settings.kinds import RunKind
 from penstock.shared.settings.rewards.scorers import AnswerScorer
 
 _CLOSE_WITHIN_S = 8.0
@@ -179,7 +180,7 @@ async def _offer(bus: Bus, settings: Settings, data: Data, registered: str | Non
     """Offer what other services wait for, at the start and whenever the bus has lost its data."""
     if registered is not None:
         await keep_registered(bus, registered)
-    if settings.is_supervised:
+    if not settings.kind.generates:
         await _offer_held_out(bus, settings, data)
     else:
         scorers = [scorer.name for scorer in settings.reward.scorers]
@@ -281,10 +282,10 @@ def assemble(
         settings.weights.deadline_s,
         look,
         lambda rollback: operations.begin(ROLLBACK, rollback.stage, request(rollback)),
-        has_replicas=not settings.is_supervised,
+        has_replicas=settings.kind.generates,
     )
     gate = RegressionGate(bus, ledger, settings.evaluation, rollbacks, look)
-    generated = data.held_out and not settings.is_supervised
+    generated = data.held_out and settings.kind.generates
     evaluator = make_evaluator(bus, ledger, data.held_out, settings, gate.judge) if generated else None
     lifecycle = Lifecycle(
         bus, ledger, settings, evaluator, gate, recorder, lambda: admission.wake(), folder, offer=offering
@@ -342,7 +343,7 @@ def fitting_guards(settings: Settings) -> GuardsSettings:
     """With a teacher, groups with equal rewards have signal; without generation, nothing is to be said of replicas and rewards."""
     guards = settings.guards
     unfit: tuple[Guard, ...] = ("no_signal",) if settings.algorithm.distillation else ()
-    unfit = OF_GENERATION if settings.is_supervised else unfit
+    unfit = unfit if settings.kind.generates else OF_GENERATION
     return guards.model_copy(update={"off": (*guards.off, *unfit)})
 
 
@@ -398,9 +399,9 @@ def load_data(settings: Settings) -> Data:
     names = [scorer.name for scorer in scorers]
     comparing = [scorer for scorer in scorers if isinstance(scorer, AnswerScorer)]
     demonstrations = None
-    if settings.is_supervised:
+    if not settings.kind.generates:
         demonstrations, comparing = Demonstrations(settings), []
-    completed = Demonstrations(settings) if settings.algorithm.is_mixed else demonstrations
+    completed = Demonstrations(settings) if settings.kind is RunKind.MIXTURE else demonstrations
     teachers = [of.name for of in settings.reward.teachers]
     train = dataset.load_training(settings.data, names, comparing, completed, teachers)
     _check_sampling(settings, train)

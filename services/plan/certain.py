@@ -70,7 +70,7 @@ def check_gpus(settings: Settings, memory_bytes: Sequence[float]) -> None:
     _refuse(
         "the whole policy, which each rank of the trainer loads before it keeps a part,", [whole], max(memory_bytes)
     )
-    if settings.is_supervised:
+    if not settings.kind.generates:
         return
     _refuse("an engine", _engine(settings, work), max(memory_bytes))
     if settings.placement.mode == "separate":
@@ -134,7 +134,7 @@ def _check_together(settings: Settings, work: Workload, memory_bytes: Sequence[f
 
 def are_together(settings: Settings, gpus: int) -> bool:
     """Return whether trainer and replicas use a GPU of this machine's ``gpus`` at the same time."""
-    if settings.placement.mode != "separate" or settings.is_supervised or settings.rollout.engine == "scripted":
+    if settings.placement.mode != "separate" or not settings.kind.generates or settings.rollout.engine == "scripted":
         return False
     ranks, replicas = _named(settings, gpus)
     return any(gpu in ranks for names in replicas for gpu in names)

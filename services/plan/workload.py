@@ -159,7 +159,7 @@ def workload_of(settings: Settings, model: str = "") -> Workload:
 
 
 def _scoring_models(settings: Settings) -> Iterator[str]:
-    if settings.model_work.device == "cpu" or settings.is_supervised:
+    if settings.model_work.device == "cpu" or not settings.kind.generates:
         return
     if settings.algorithm.reference_travels:
         yield "algorithm.reference"

@@ -1,12 +1,13 @@
-"""A client of an HTTP endpoint that answers with JSON, with rate limit and retries: of a judge or a teacher.
+"""A client of an HTTP endpoint that answers with JSON, with retries: of a judge or a teacher.
 
 ::
 
-    ask ──▶ a place (concurrency) ──▶ a turn (requests_per_s) ──▶ POST, within timeout_s
-             ▲                                                       ├── 200 that ``parse`` accepts ──▶ its value
-             │  wait: BACKOFF_S, doubled each time, or as            ├── 408, 409, 425, 429, 5xx, no connection, late,
-             └─ Retry-After says; at most MAX_WAIT_S ────────────────┤   too large, or not as ``parse`` and ``read`` expect
-                                                                     └── anything else              ──▶ NoAnswer at once
+    ask ──▶ a place (concurrency) ──▶ POST, within timeout_s
+             ▲                           ├── 200 that ``parse`` accepts ──▶ its value
+             │  wait: BACKOFF_S, doubled ├── 408, 409, 425, 429, 5xx, no connection, late,
+             │  each time, or as         │   too large, or not as ``parse`` and ``read`` expect
+             └─ Retry-After says; at ────┤
+                most MAX_WAIT_S          └── anything else              ──▶ NoAnswer at once
 
 ``Retry-After`` delays every request of this client. The key is removed from error messages.
 """
@@ -96,7 +97,6 @@ class Endpoint:
         *,
         timeout_s: float,
         concurrency: int = 16,
-        requests_per_s: float = 0.0,
     ) -> None:
         self._of, self._expected, self._url = of, expected, url
         try:
@@ -107,7 +107,7 @@ class Endpoint:
         headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
         self._http = HttpClient(timeout_s=timeout_s, headers=headers, concurrency=concurrency)
         self._places = asyncio.Semaphore(concurrency)
-        self._pace = Pace(requests_per_s)
+        self._held_until_s = 0.0
 
     async def close(self) -> None:
         await self._http.close()
@@ -146,7 +146,7 @@ class Endpoint:
                 if (error.wait_s or 0.0) > MAX_WAIT_S:
                     raise NoAnswer(f"{error}, and to wait {error.wait_s:g} s, more than {MAX_WAIT_S:g} s") from error
                 if error.wait_s is not None:
-                    self._pace.hold(error.wait_s)
+                    self._held_until_s = max(self._held_until_s, time.monotonic() + error.wait_s)
                 else:
                     await asyncio.sleep(_BACKOFF.jittered_s(attempt))
         raise AssertionError("expected at least one attempt")
@@ -155,7 +155,8 @@ class Endpoint:
         self, path: str, body: Mapping[str, object], parse: Callable[[Answer], Value], largest_bytes: int
     ) -> Value:
         async with self._places:
-            await self._pace.turn()
+            while (wait_s := self._held_until_s - time.monotonic()) > 0:  # noqa: ASYNC110 (held anew)
+                await asyncio.sleep(wait_s)
             started_s = time.monotonic()
             try:
                 answer = await self._http.ask("POST", below(self._url, path), json=body, largest_bytes=largest_bytes)
@@ -190,24 +191,6 @@ class Endpoint:
     def hidden(self, text: str) -> str:
         """Return ``text`` without the key."""
         return text.replace(self._key, "…") if self._key else text
-
-
-class Pace:
-    """Limit turns to ``per_s`` per second, evenly spaced; 0: no limit."""
-
-    def __init__(self, per_s: float) -> None:
-        self._gap_s = 1 / per_s if per_s else 0.0
-        self._next_s = 0.0
-        self._held_until_s = 0.0
-
-    async def turn(self) -> None:
-        at_s = max(time.monotonic(), self._next_s)
-        self._next_s = at_s + self._gap_s
-        while (wait_s := max(at_s, self._held_until_s) - time.monotonic()) > 0:  # noqa: ASYNC110 (held anew)
-            await asyncio.sleep(wait_s)
-
-    def hold(self, wait_s: float) -> None:
-        self._held_until_s = max(self._held_until_s, time.monotonic() + wait_s)
 
 
 def read_key(key_source: str, setting: str) -> str:

@@ -23,7 +23,6 @@ from penstock.services.reward.executor.client import read_executor_secret
 from penstock.services.reward.failures import Tell
 from penstock.services.reward.models.call_watch import end_process
 from penstock.services.reward.models.turns import ModelTurns, Turns
-from penstock.services.reward.normalisation import Normaliser
 from penstock.services.reward.reference import Reference
 from penstock.services.reward.rehearsal import rows
 from penstock.services.reward.scorers.answer.scorer import AnswerMatcher
@@ -78,9 +77,7 @@ def make_scorer(
         case FormatScorer():
             return FormatChecker(scorer)
         case ModelScorer():
-            running = bus is not None and scorer.normalise == "running"
-            normaliser = Normaliser(bus, scorer.name) if running and bus is not None else None
-            return RewardModel(scorer, normaliser, settings.model_work, turns)
+            return RewardModel(scorer, settings.model_work, turns)
         case PythonScorer():
             return FunctionScorer(scorer)
         case TrlScorer():

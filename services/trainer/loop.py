@@ -215,8 +215,6 @@ class Trainer:
                     f"the checkpoint {folder} has no critic: set algorithm.advantage as at the start of the run"
                 )
             self._critic.load(folder / "critic")
-        if checkpoint.state.kl_coefficient is not None:
-            self._learner.kl_coefficient = checkpoint.state.kl_coefficient
         self.step = 0 if folder.name == local_store.START else checkpoint.state.step
         log.info("checkpoint loaded", extra={"folder": str(folder), "step": self.step})
 
@@ -250,7 +248,7 @@ class Trainer:
                 files = {**files, **self._critic.written()}
             refused = self._engine.on_any_rank(bool(error))
             refusal = (error or "another rank could not write its part") if refused else ""
-            return self._artifacts.complete(command.state, self._learner.kl_coefficient, files, refusal)
+            return self._artifacts.complete(command.state, files, refusal)
 
 
 def _words(plan: StepPlan) -> str:

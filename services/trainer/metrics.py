@@ -117,14 +117,11 @@ def batch_figures(
     contexts: Sequence[int] = (),
     *,
     most_tokens: int,
-    is_mixed: bool = False,
 ) -> BatchFigures:
     """Return the figures of a batch trained after ``step`` steps; ``contexts`` as in its command.
 
-    Samples of more than ``most_tokens``, with their prompts, were not trained for that. With ``is_mixed``, they are of the groups that a policy generated; samples and tokens are of all.
+    Samples of more than ``most_tokens``, with their prompts, were not trained for that.
     """
-    if is_mixed:
-        return _of_mixture(batch, step, steps_of_versions, contexts, most_tokens)
     samples = [sample for experience in batch for sample in experience.group.samples]
     contexts, first = contexts or (0,) * len(samples), 0
     lags: Counter[int] = Counter()
@@ -153,13 +150,15 @@ def batch_figures(
     return BatchFigures(metrics, lags, lags.total(), sum(lengths) - sum(contexts))
 
 
-def _of_mixture(
+def mixed_figures(
     batch: Sequence[Experience],
     step: int,
     steps_of_versions: Mapping[PolicyVersion, int],
-    contexts: Sequence[int],
+    contexts: Sequence[int] = (),
+    *,
     most_tokens: int,
 ) -> BatchFigures:
+    """Return :func:`batch_figures` of the groups that a policy generated; samples and tokens are of all."""
     drawn, shown, kept, first = [], [], list[int](), 0
     for experience in batch:
         end = first + len(experience.group.samples)

@@ -58,7 +58,7 @@ class ProcessPlan:
 def services(settings: Settings, config: Path, bus_url: str, environment: Mapping[str, str]) -> list[ProcessPlan]:
     """``bus_url`` is passed by environment: it may contain a password."""
     counts = {"coordinator": 1, "rollout": settings.rollout.replicas, "reward": settings.reward.replicas, "trainer": 1}
-    if settings.is_supervised:
+    if not settings.kind.generates:
         del counts["rollout"], counts["reward"]
     counts |= {TRACKING: 1} if settings.tracking.sinks else {}
     threads = {"rollout": settings.run.threads, "trainer": settings.run.threads}

@@ -67,7 +67,7 @@ def _packages(settings: Settings) -> Iterator[tuple[str, str]]:
     if any(hub_dataset(source) for source in settings.data.sources):
         yield "datasets", "data.path"
     yield from ((sink, "tracking.sinks") for sink in settings.tracking.sinks)
-    if settings.is_supervised:
+    if not settings.kind.generates:
         return
     if settings.rollout.engine == "vllm":
         yield "vllm", 'rollout.engine = "vllm"'
@@ -92,7 +92,7 @@ def check_device(settings: Settings, gpus: int) -> None:
 @contextlib.contextmanager
 def functions_checked(settings: Settings) -> Iterator[None]:
     """Import the user's functions in another process during the body. Raises SettingsError: one cannot be imported."""
-    functions = trainer_functions(settings) | ({} if settings.is_supervised else reward_functions(settings))
+    functions = trainer_functions(settings) | (reward_functions(settings) if settings.kind.generates else {})
     if not functions:
         yield
         return

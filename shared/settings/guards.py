@@ -1,13 +1,12 @@
 """The ``[guards]`` table: which guards pause the run, and at which thresholds (``penstock.services.coordinator.run.guards``)."""
 
-from typing import Annotated, Literal, get_args
+from typing import Literal, get_args
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, PositiveInt, model_validator
 
 from penstock.shared.settings.section import Section
 
 Action = Literal["off", "tell", "pause"]
-Share = Annotated[float, Field(ge=0, le=1)]
 Guard = Literal[
     "no_signal", "kl", "entropy", "lag", "throughput", "trainer_starving", "rollouts_starving", "unscored", "probe",
     "stalled",
@@ -17,6 +16,12 @@ OF_GENERATION: tuple[Guard, ...] = (
     *("no_signal", "lag", "trainer_starving", "rollouts_starving", "unscored", "probe"),
 )
 """Guards of what replicas generate and reward services score."""
+
+LIMITS = {
+    "kl": 1.0, "reference_kl": 0.0, "entropy": 1e-4, "lag": 0.25, "throughput": 0.5, "starving": 0.8, "unscored": 16.0,
+    "stalled": 600.0,
+}  # fmt: skip
+_SHARES = ("lag", "throughput", "starving")
 
 
 class GuardsSettings(Section):
@@ -28,23 +33,12 @@ class GuardsSettings(Section):
     """Guards that are turned off."""
     steps: PositiveInt = Field(default=10)
     """Steps that a guard examines together; `kl` and `throughput`, which react to sudden changes, examine half of them."""
-    kl_nats: PositiveFloat = Field(default=1.0)
-    """Guard `kl`: largest mean KL(behavior || policy) per token."""
-    reference_kl_nats: NonNegativeFloat = Field(default=0.0)
-    """Guard `kl`: largest mean KL per token to the reference, if the run has one; 0: no limit."""
-    entropy_nats: NonNegativeFloat = Field(default=1e-4)
-    """Guard `entropy`: smallest mean entropy per token."""
-    stale_share: Share = Field(default=0.25)
-    """Guard `lag`: largest share of samples that are dropped as stale, alone or with their group."""
-    throughput_share: Share = Field(default=0.5)
-    """Guard `throughput`: smallest tokens/s, as a share of the median of the preceding steps (four times as many)."""
-    starving_share: Share = Field(default=0.8)
-    """Guards `trainer_starving` and `rollouts_starving`: largest share of the time spent waiting."""
-    unscored_groups: PositiveInt = Field(default=16)
-    """Guard `unscored`: consecutive groups that were given up without a reward; also refused prompts, if they are
-    at least as many as slots."""
-    stalled_s: PositiveFloat = Field(default=600.0)
-    """Guard `stalled`: seconds without a committed step while the run is running."""
+    limits: dict[str, NonNegativeFloat] = Field(default={})
+    """Other limits: { kl = 0.5, stalled = 1200 }. Nats per token: `kl` (1) to behavior, `reference_kl` (0: none),
+    `entropy` (1e-4, the smallest). Shares: `lag` (0.25) of samples that are dropped as stale, `throughput` (0.5, the
+    smallest) of the median tokens/s of the steps before (four times as many), `starving` (0.8) of the time spent waiting.
+    `unscored` (16) groups in a row without a reward, or refused prompts if they are at least as many as slots; `stalled`
+    (600) seconds without a committed step while the run is running."""
 
     @model_validator(mode="after")
     def _agree(self) -> "GuardsSettings":
@@ -52,7 +46,16 @@ class GuardsSettings(Section):
             raise ValueError(
                 f"expected {both[0]!r} in guards.pause or in guards.off, but it is in both: remove it from one"
             )
+        for name, value in self.limits.items():
+            if name not in LIMITS or (name in _SHARES and value > 1):
+                raise ValueError(
+                    f"expected limits of {', '.join(LIMITS)} in guards.limits, at most 1 for {', '.join(_SHARES)}, found {name} = "
+                    f"{value:g}: change guards.limits"
+                )
         return self
+
+    def limit(self, name: str) -> float:
+        return self.limits.get(name, LIMITS[name])
 
     @property
     def sudden_steps(self) -> int:

@@ -47,6 +47,8 @@ class InternalSettings(Section):
     """Speed of one GPU, to report its utilization (`mfu`); 0: by the GPU's name."""
     logprobs: Literal["captured", "native"] = Field(default="captured")
     """Behavior logprobs as our hook captures them in vLLM, or as vLLM returns them."""
+    stale_wait_s: PositiveFloat = Field(default=600.0)
+    """Longest wait of a step for earlier groups with algorithm.on_stale = "wait"."""
     reward_groups: PositiveInt = Field(default=32)
     """Groups that one reward replica scores at a time; the others wait on the bus."""
     starving_window_s: PositiveInt = Field(default=60)

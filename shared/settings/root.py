@@ -16,6 +16,7 @@ from penstock.shared.settings.algorithm import AlgorithmSettings
 from penstock.shared.settings.evaluation import EvaluationSettings
 from penstock.shared.settings.guards import GuardsSettings
 from penstock.shared.settings.internal import InternalSettings
+from penstock.shared.settings.kinds import RunKind
 from penstock.shared.settings.placement import PlacementSettings, check_placement
 from penstock.shared.settings.policy import FabricSettings, PolicySettings, WeightsSettings
 from penstock.shared.settings.rewards.models import ModelWork
@@ -113,7 +114,7 @@ class Settings(Section):
             or self.algorithm.reference_travels
         )
         in_turn = self.placement.mode == "shared" and reward.models.device == "auto" and not reward.gpus
-        return in_turn and has_models and not self.is_supervised
+        return in_turn and has_models and self.kind.generates
 
     @property
     def common_gpus(self) -> frozenset[int]:
@@ -133,19 +134,18 @@ class Settings(Section):
         return "at once" if self.common_gpus else ""
 
     @property
-    def trains_pairs(self) -> bool:
-        """Whether the data are preference pairs, and not prompts whose samples become some."""
-        return self.algorithm.loss == "dpo" and bool(self.data.rejected_field)
-
-    @property
-    def is_supervised(self) -> bool:
-        """Whether the run trains demonstrations or preference pairs: nothing is generated or scored."""
-        return self.algorithm.is_supervised or self.trains_pairs
+    def kind(self) -> RunKind:
+        """What the run trains."""
+        if self.algorithm.loss == "cross_entropy":
+            return RunKind.DEMONSTRATIONS
+        if self.algorithm.loss == "dpo" and self.data.rejected_field:
+            return RunKind.PAIRS
+        return RunKind.MIXTURE if self.algorithm.imitation else RunKind.SAMPLES
 
     @property
     def needs_executor(self) -> bool:
         """Whether a scorer runs model-written code."""
-        return not self.is_supervised and any(scorer.kind == "code" for scorer in self.reward.scorers)
+        return self.kind.generates and any(scorer.kind == "code" for scorer in self.reward.scorers)
 
     @property
     def model_work(self) -> ModelWork:
@@ -404,10 +404,10 @@ def _check_pairs(settings: Settings) -> None:
             'expected algorithm.reference = "trainer" with data.rejected_field, where no reward service runs, found '
             f'"{algorithm.reference}": change algorithm.reference'
         )
-    if settings.guards.reference_kl_nats:
+    if settings.guards.limit("reference_kl"):
         raise ValueError(
-            "expected guards.reference_kl_nats = 0 with data.rejected_field, as the KL's estimate needs the policy's own tokens, found "
-            f"{settings.guards.reference_kl_nats:g}: change guards.reference_kl_nats"
+            "expected guards.limits.reference_kl = 0 with data.rejected_field, as the KL's estimate needs the policy's own tokens, found "
+            f"{settings.guards.limit('reference_kl'):g}: change guards.limits.reference_kl"
         )
     for name in ("entropy_bonus", "filter", "overlong"):
         if (value := getattr(algorithm, name)) != getattr(plain, name):
@@ -418,9 +418,9 @@ def _check_pairs(settings: Settings) -> None:
 
 
 def _check_supervised(settings: Settings) -> None:
-    if not settings.is_supervised:
+    if settings.kind.generates:
         return
-    start = "data.rejected_field" if settings.trains_pairs else 'algorithm.loss = "cross_entropy"'
+    start = "data.rejected_field" if settings.kind is RunKind.PAIRS else 'algorithm.loss = "cross_entropy"'
     for key, value, expected in (
         ("placement.mode", settings.placement.mode, PlacementSettings().mode),
         ("data.curriculum", settings.data.curriculum, False),
@@ -439,7 +439,7 @@ def _check_supervised(settings: Settings) -> None:
 
 
 def _check_mixture(settings: Settings) -> None:
-    if not settings.algorithm.is_mixed:
+    if settings.kind is not RunKind.MIXTURE:
         return
     weight = f"{settings.algorithm.imitation:g}"
     if len(settings.data.sources) < 2:
@@ -463,7 +463,7 @@ def check_reproducible(settings: Settings, engine: str) -> None:
             'expected algorithm.dynamic_sampling = false with data.curriculum and run.deterministic = "run", found true: a trainer '
             "that dies forgets which groups it dropped since its last step; change one of them"
         )
-    if engine not in ("auto", "transformers") and not settings.is_supervised:
+    if engine not in ("auto", "transformers") and settings.kind.generates:
         raise ValueError(
             f'expected the engine "transformers" with run.deterministic = "run", found "{engine}", whose samples depend on timing: change '
             "rollout.engine, or run.deterministic"

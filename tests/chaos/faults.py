@@ -63,11 +63,11 @@ FLAGS = {
     "guards.pause": '["no_signal", "kl", "entropy", "lag", "unscored"]',
     # lag ends at the next step; not probe: a replica is another model
     "guards.steps": STEPS,
-    "guards.entropy_nats": 1e-3,
-    "guards.stale_share": 0.35,  # a killed replica makes fewer stale groups
-    "guards.starving_share": 0.6,
-    "guards.unscored_groups": 4,
-    "guards.stalled_s": 3,
+    "guards.limits.entropy": 1e-3,
+    "guards.limits.lag": 0.35,  # a killed replica makes fewer stale groups
+    "guards.limits.starving": 0.6,
+    "guards.limits.unscored": 4,
+    "guards.limits.stalled": 3,
     "internal.starving_window_s": 3,
 }
 LEAST_MINUTE_S, STEPS_A_MINUTE = 0.6, 2

@@ -51,7 +51,7 @@ def test_no_signal_needs_every_group_of_every_step() -> None:
 
 
 def test_demonstrations_are_no_groups_without_signal() -> None:
-    guard, rewards = GuardsSettings(steps=2, stale_share=0.5), [0.0, 0.0, 0.0]
+    guard, rewards = GuardsSettings(steps=2, limits={"lag": 0.5}), [0.0, 0.0, 0.0]
     mixed = steps(zero_std_groups=[1, 1, 1], reward_mean=rewards, demonstrations=[1, 1, 1])
     assert "no group had two different rewards" in guards.no_signal(mixed, guard, 2), "the only generated group"
     assert (
@@ -66,20 +66,20 @@ def test_demonstrations_are_no_groups_without_signal() -> None:
 
 
 def test_the_kl_ceiling_is_of_the_mean_over_its_steps() -> None:
-    guard = GuardsSettings(steps=4, kl_nats=0.5)
+    guard = GuardsSettings(steps=4, limits={"kl": 0.5})
     assert guards.kl(steps(kl_mean=[9.0, 0.4, 0.5]), guard) == ""
     assert guards.kl(steps(kl_mean=[0.0, 0.4, 0.8]), guard) == (
         "mean KL to the behavior policy over 2 steps is 0.6 nats, ceiling 0.5"
     )
     assert guards.kl(steps(kl_mean=[0.0, 0.0], reference_kl=[3.0, 3.0]), guard) == "", "no ceiling for the reference"
-    bounded = GuardsSettings(steps=4, kl_nats=0.5, reference_kl_nats=2.0)
+    bounded = GuardsSettings(steps=4, limits={"kl": 0.5, "reference_kl": 2.0})
     assert "reference policy over 2 steps is 3 nats" in guards.kl(
         steps(kl_mean=[0.0, 0.0], reference_kl=[3.0, 3.0]), bounded
     )
 
 
 def test_the_entropy_floor_is_of_the_mean_over_its_steps() -> None:
-    guard = GuardsSettings(steps=2, entropy_nats=0.1)
+    guard = GuardsSettings(steps=2, limits={"entropy": 0.1})
     assert guards.entropy(steps(entropy=[0.0, 0.1, 0.1]), guard) == ""
     assert guards.entropy(steps(entropy=[1.0, 0.1, 0.02]), guard) == "mean entropy over 2 steps is 0.06 nats, floor 0.1"
 
@@ -87,7 +87,7 @@ def test_the_entropy_floor_is_of_the_mean_over_its_steps() -> None:
 def test_unscored_counts_groups_that_were_given_up_in_a_row_and_refused_prompts_once_they_are_more_than_the_slots() -> (
     None
 ):
-    guard = GuardsSettings(unscored_groups=16)
+    guard = GuardsSettings(limits={"unscored": 16})
     assert guards.unscored(guards.GivenUp(15, 31), 32, guard) == ""
     assert guards.unscored(guards.GivenUp(16, 31), 32, guard) == "none of the last 16 groups could be scored"
     assert guards.unscored(guards.GivenUp(15, 32), 32, guard) == "none of the last 32 prompts could be generated"
@@ -103,7 +103,7 @@ async def started(bus: Bus, of: Settings) -> tuple[Ledger, Coordinator]:
 
 
 async def test_a_run_of_which_no_prompt_can_be_generated_pauses_with_the_cause(bus: Bus, tmp_path: Path) -> None:
-    ledger, parts = await started(bus, settings(tmp_path, guards={"unscored_groups": 2}))
+    ledger, parts = await started(bus, settings(tmp_path, guards={"limits": {"unscored": 2}}))
     await parts.guards.look(await parts.monitor.view())
     slots = (await parts.monitor.view()).slots
     for group_id in range(slots):
@@ -124,7 +124,7 @@ async def test_a_run_of_which_no_prompt_can_be_generated_pauses_with_the_cause(b
 
 
 async def test_a_run_of_which_no_group_can_be_scored_pauses_with_the_cause(bus: Bus, tmp_path: Path) -> None:
-    ledger, parts = await started(bus, settings(tmp_path, guards={"unscored_groups": 2}))
+    ledger, parts = await started(bus, settings(tmp_path, guards={"limits": {"unscored": 2}}))
     await parts.guards.look(await parts.monitor.view())
     for group_id in range(3):
         await bus.append(ROLLOUTS, {"id": str(group_id), "data": wire.encode(builders.group(group_id))})
@@ -189,7 +189,7 @@ async def _failing(bus: Bus) -> bool:
 
 
 def test_lag_counts_the_samples_that_left_as_stale() -> None:
-    guard = GuardsSettings(steps=2, stale_share=0.5)
+    guard = GuardsSettings(steps=2, limits={"lag": 0.5})
     assert guards.lag(steps(dropped_stale=[2.0, 2.0]), guard, 2) == "", "4 of 8 is not over a half"
     assert guards.lag(steps(dropped_stale=[3.0, 3.0]), guard, 2).startswith(
         "60% of the samples of 2 steps were dropped as stale"
@@ -199,7 +199,7 @@ def test_lag_counts_the_samples_that_left_as_stale() -> None:
 
 
 def test_a_cliff_is_measured_against_the_steps_before() -> None:
-    guard = GuardsSettings(steps=2, throughput_share=0.5)
+    guard = GuardsSettings(steps=2, limits={"throughput": 0.5})
     assert guards.throughput(steps(tokens_per_s=[100.0, 100.0, 10.0, 100.0, 50.0]), guard) == ""
     assert guards.throughput(steps(tokens_per_s=[100.0, 100.0, 10.0, 100.0, 49.0]), guard) == (
         "49 trained tokens/s over 1 steps, 100 before them"
@@ -208,7 +208,7 @@ def test_a_cliff_is_measured_against_the_steps_before() -> None:
 
 
 def test_a_trainer_starves_when_it_mostly_waits() -> None:
-    guard = GuardsSettings(steps=2, starving_share=0.8)
+    guard = GuardsSettings(steps=2, limits={"starving": 0.8})
     assert guards.trainer_starving(steps(step_s=[1.0, 1.0], phase_wait_s=[0.8, 0.8]), guard) == ""
     assert "waited 85% of 2 steps" in guards.trainer_starving(steps(step_s=[1.0, 1.0], phase_wait_s=[0.9, 0.8]), guard)
 
@@ -220,8 +220,8 @@ def test_replicas_starve_when_groups_pile_up_before_the_trainer() -> None:
 
 
 def test_a_run_is_stalled_after_its_time() -> None:
-    assert guards.stalled(10.0, GuardsSettings(stalled_s=10.0)) == ""
-    assert guards.stalled(11.0, GuardsSettings(stalled_s=10.0)) == "no step was committed for 11 s"
+    assert guards.stalled(10.0, GuardsSettings(limits={"stalled": 10.0})) == ""
+    assert guards.stalled(11.0, GuardsSettings(limits={"stalled": 10.0})) == "no step was committed for 11 s"
 
 
 async def _trips(parts: Coordinator, name: str) -> None:
@@ -257,7 +257,7 @@ async def test_a_guard_that_pauses_says_why_everywhere_and_a_resumed_run_has_its
 
 
 async def test_who_leads_next_goes_on_from_what_is_wrong_and_does_not_tell_it_again(bus: Bus, tmp_path: Path) -> None:
-    of = settings(tmp_path, steps=50, guards={"pause": [], "steps": 1, "entropy_nats": 0.1})
+    of = settings(tmp_path, steps=50, guards={"pause": [], "steps": 1, "limits": {"entropy": 0.1}})
     before = _trip_count("entropy", "tell")
     async with replicas(bus):
         trainer = await Trainer(bus).start()
@@ -278,7 +278,7 @@ async def test_who_leads_next_goes_on_from_what_is_wrong_and_does_not_tell_it_ag
 
 async def test_a_step_that_goes_wrong_between_two_looks_is_found_and_over_at_the_next(bus: Bus, tmp_path: Path) -> None:
     ledger = Ledger(bus)
-    of = settings(tmp_path, guards={"pause": [], "steps": 4, "kl_nats": 0.5})
+    of = settings(tmp_path, guards={"pause": [], "steps": 4, "limits": {"kl": 0.5}})
     parts = make(bus, of)
     await ledger.create()
     await ledger.transition(RunState.RUNNING, "test", [RunState.CREATED])
@@ -299,7 +299,7 @@ async def test_a_step_that_goes_wrong_between_two_looks_is_found_and_over_at_the
 
 async def test_of_guards_that_trip_in_one_look_the_first_to_go_wrong_comes_first(bus: Bus, tmp_path: Path) -> None:
     ledger = Ledger(bus)
-    thresholds = {"kl_nats": 0.5, "entropy_nats": 0.1, "stale_share": 0.5}
+    thresholds = {"limits": {"kl": 0.5, "entropy": 0.1, "lag": 0.5}}
     of = settings(tmp_path, guards={"pause": [], "off": ["trainer_starving", "throughput"], "steps": 1, **thresholds})
     parts = make(bus, of)
     await ledger.create()
@@ -332,11 +332,11 @@ async def _is(ledger: Ledger, state: RunState) -> bool:
 @pytest.mark.parametrize(
     ("name", "told", "metrics"),
     [
-        ("kl", {"steps": 1, "kl_nats": 0.1}, {"kl_mean": 0.2}),
-        ("entropy", {"steps": 1, "entropy_nats": 0.1}, {"entropy": 0.05}),
-        ("lag", {"steps": 1, "stale_share": 0.5}, {"dropped_stale": 9.0}),
+        ("kl", {"steps": 1, "limits": {"kl": 0.1}}, {"kl_mean": 0.2}),
+        ("entropy", {"steps": 1, "limits": {"entropy": 0.1}}, {"entropy": 0.05}),
+        ("lag", {"steps": 1, "limits": {"lag": 0.5}}, {"dropped_stale": 9.0}),
         ("trainer_starving", {"steps": 1}, {"step_s": 1.0, "phase_wait_s": 0.9}),
-        ("stalled", {"stalled_s": 0.2}, {"step_s": 1.0}),
+        ("stalled", {"limits": {"stalled": 0.2}}, {"step_s": 1.0}),
     ],
 )
 async def test_a_guard_that_only_tells_leaves_the_run_running(

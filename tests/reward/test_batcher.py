@@ -1,4 +1,4 @@
-"""The batcher with a recording computation, and running normalisation on a real Valkey."""
+"""The batcher with a recording computation."""
 
 import asyncio
 import contextlib
@@ -10,14 +10,9 @@ import pytest
 
 from penstock.services.reward.models import batcher as batcher_module
 from penstock.services.reward.models.batcher import Batcher, NoRoom, cut
-from penstock.services.reward.normalisation import Normaliser
-from penstock.shared.bus.bus import Bus
-from penstock.shared.bus.messages import Prompt, Purpose
 from penstock.shared.errors import StateLost
 from penstock.shared.settings.rewards.models import ModelsSettings
 from tests.conftest import PATIENCE_S, until
-from tests.support import builders
-from tests.support.raw_redis import raw
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -154,44 +149,6 @@ async def test_what_nobody_waits_for_any_more_is_not_computed() -> None:
         notes.gate.set()
         await asyncio.gather(first, last)
     assert notes.passes == [[1], [3]]
-
-
-async def test_an_idle_model_leaves_its_device_and_comes_back_for_work() -> None:
-    notes = Notes()
-    async with batching(notes, batch_tokens=8, wait_s=0.0, offload_after_s=0.02) as batcher:
-        await batcher.run([Item(3)])
-        await until(lambda: notes.moves == ["offload"])
-        assert await batcher.run([Item(3, 0.5)]) == [0.5]
-        assert notes.moves[:2] == ["offload", "restore"]
-        await until(lambda: notes.moves == ["offload", "restore", "offload"])
-        notes.fits_restore = False
-        with pytest.raises(NoRoom, match="no memory for the model itself: the device is full"):
-            await batcher.run([Item(3), Item(4)])
-        notes.fits_restore = True
-        assert await batcher.run([Item(3, 0.5)]) == [0.5]
-
-
-def prompt(group_id: int, purpose: Purpose = Purpose.TRAIN) -> Prompt:
-    return dataclasses.replace(builders.prompt(group_id), purpose=purpose)
-
-
-async def test_replicas_share_one_mean_and_deviation_and_a_group_counts_once(bus: Bus) -> None:
-    normaliser, other = Normaliser(bus, "model"), Normaliser(bus, "model")
-    assert await normaliser.normalised(prompt(0), [1.0, 3.0]) == [-1.0, 1.0]  # mean 2, deviation 1
-    assert await other.normalised(prompt(1), [2.0, 2.0, 2.0, 2.0]) == pytest.approx([0.0] * 4)
-    expected = pytest.approx([(5.0 - 2.0) / (2.0 / 6.0) ** 0.5])  # of 1 3 2 2 2 2: mean 2, variance 2/6
-    assert await normaliser.normalised(prompt(7, Purpose.EVALUATE), [5.0]) == expected
-    assert await other.normalised(prompt(0), [1.0, 3.0]) == pytest.approx([-(3.0**0.5), 3.0**0.5])
-    actual = await raw(bus).hgetall(bus.keys.named("statistics:model"))
-    assert actual[b"count"] == b"6"
-    assert (float(actual[b"mean"]), float(actual[b"squares"])) == pytest.approx((2.0, 2.0))
-
-
-async def test_equal_values_are_only_shifted(bus: Bus) -> None:
-    normaliser = Normaliser(bus, "model")
-    assert await normaliser.normalised(prompt(3, Purpose.EVALUATE), [4.0]) == [4.0]
-    assert await normaliser.normalised(prompt(0), [4.0]) == [0.0]
-    assert await normaliser.normalised(prompt(1), [4.0, 4.0]) == [0.0, 0.0]
 
 
 async def test_a_call_of_the_model_that_hangs_does_not_keep_the_batcher_from_closing(

@@ -32,7 +32,7 @@ COMMONEST = {
         "top_k": "sampling.top_k",
         "epsilon": "algorithm.clip",
         "epsilon_high": "algorithm.clip",
-        "delta": "algorithm.dual_clip",
+        "delta": "algorithm.clip",
         "loss_type": "algorithm.aggregation",
         "scale_rewards": "algorithm.advantage",
         "num_iterations": "algorithm.epochs",

@@ -76,8 +76,7 @@ def example_flags(model: Path, *, trust_remote_code: bool = False) -> dict[str, 
     scorers = [
         '{kind = "answer", mode = "exact", extract = "whole", needs_stop = true}',
         '{kind = "format", pattern = "[0-9]+"}',
-        f'{{kind = "model", model = {json.dumps(str(model))}, normalise = "running", '
-        f"trust_remote_code = {json.dumps(trust_remote_code)}}}",
+        f'{{kind = "model", model = {json.dumps(str(model))}, trust_remote_code = {json.dumps(trust_remote_code)}}}',
     ]
     return {
         "reward.scorers": f"[{', '.join(scorers)}]",

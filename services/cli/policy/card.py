@@ -13,6 +13,7 @@ import tomli_w
 from penstock.services.coordinator.records.jsonl import read
 from penstock.services.coordinator.records.summary import one_line_a_step
 from penstock.shared.settings import Settings
+from penstock.shared.settings.kinds import RunKind
 from penstock.shared.settings.reading.published import public_text, published
 
 _CURVES = ("reward_mean", "kl_mean", "entropy", "response_tokens_mean", "lag_mean")
@@ -61,12 +62,12 @@ def _front(settings: Settings) -> str:
 def _method(settings: Settings) -> tuple[str, str]:
     """Return the tag of what trained the policy, and what it is."""
     algorithm = settings.algorithm
-    if algorithm.is_supervised:
+    if settings.kind is RunKind.DEMONSTRATIONS:
         return "sft", "supervised fine-tuning on demonstrations (SFT)"
-    if settings.trains_pairs:
+    if settings.kind is RunKind.PAIRS:
         return "dpo", "direct preference optimization on given pairs (DPO)"
     parts = [algorithm.preset, *["distillation from a teacher"] * (algorithm.distillation > 0)]
-    parts += ["beside demonstrations"] * algorithm.is_mixed
+    parts += ["beside demonstrations"] * (settings.kind is RunKind.MIXTURE)
     return "reinforcement-learning", ", ".join(parts)
 
 
@@ -77,7 +78,7 @@ def _model(settings: Settings) -> str:
 
 
 def _settings(settings: Settings) -> str:
-    return tomli_w.dumps(published(settings, _SECTIONS - _OF_GENERATION if settings.is_supervised else _SECTIONS))
+    return tomli_w.dumps(published(settings, _SECTIONS if settings.kind.generates else _SECTIONS - _OF_GENERATION))
 
 
 def _curves(settings: Settings, step: int) -> list[dict[str, Any]]:
@@ -88,7 +89,7 @@ def _curves(settings: Settings, step: int) -> list[dict[str, Any]]:
     ]
     every = max(1, math.ceil(len(lines) / _ROWS))
     chosen = [line for place, line in enumerate(lines) if place % every == 0 or place == len(lines) - 1]
-    known = _SUPERVISED if settings.is_supervised else _CURVES
+    known = _CURVES if settings.kind.generates else _SUPERVISED
     names = [name for name in known if any(line.get(name) is not None for line in chosen)]
     return [{name: line.get(name) for name in ("step", *names)} for line in chosen]
 

@@ -64,7 +64,7 @@ def check(settings: Settings, shown: int) -> bool:
     _say_lengths(lengths, len(data.train))
     for notice in data.notices:
         console.say(f"\n{notice.level}: {notice.text}")
-    scored = settings.is_supervised or try_scorers(settings, data.train.problems)
+    scored = not settings.kind.generates or try_scorers(settings, data.train.problems)
     return scored and not lengths.refused
 
 

@@ -79,7 +79,7 @@ class Demonstrations:
         self._most = settings.trainer.micro_batch_tokens
         self._field = settings.data.completion_field
         self._rejected, self._prompt_field = settings.data.rejected_field, settings.data.prompt_field
-        self.alone = settings.is_supervised
+        self.alone = not settings.kind.generates
         """Whether every dataset is one of demonstrations."""
         if self._tokenizer.eos_token_id is None:
             raise SettingsError(

@@ -68,7 +68,7 @@ def no_signal(reports: StepReports, guards: GuardsSettings, groups_per_step: int
 
 def kl(reports: StepReports, guards: GuardsSettings) -> str:
     """Check the mean KL."""
-    bounds = (("kl_mean", guards.kl_nats, "behavior"), ("reference_kl", guards.reference_kl_nats, "reference"))
+    bounds = (("kl_mean", guards.limit("kl"), "behavior"), ("reference_kl", guards.limit("reference_kl"), "reference"))
     for name, ceiling, other in bounds:
         mean = _mean(reports, name, guards.sudden_steps)
         if ceiling and mean is not None and mean > ceiling:
@@ -79,9 +79,9 @@ def kl(reports: StepReports, guards: GuardsSettings) -> str:
 def entropy(reports: StepReports, guards: GuardsSettings) -> str:
     """Check the mean entropy."""
     mean = _mean(reports, "entropy", guards.steps)
-    if mean is None or mean >= guards.entropy_nats:
+    if mean is None or mean >= guards.limit("entropy"):
         return ""
-    return f"mean entropy over {guards.steps} steps is {mean:.3g} nats, floor {guards.entropy_nats:g}"
+    return f"mean entropy over {guards.steps} steps is {mean:.3g} nats, floor {guards.limit('entropy'):g}"
 
 
 def lag(reports: StepReports, guards: GuardsSettings, groups_per_step: int) -> str:
@@ -94,9 +94,9 @@ def lag(reports: StepReports, guards: GuardsSettings, groups_per_step: int) -> s
         left_out, trained = _of(report, "stale_samples"), report.samples - _of(report, "demonstrations")
         stale += groups * left_out / max(1.0, left_out + trained)
     share = stale / max(1.0, samples)
-    if len(last) < guards.steps or share <= guards.stale_share:
+    if len(last) < guards.steps or share <= guards.limit("lag"):
         return ""
-    return f"{share:.0%} of the samples of {guards.steps} steps were dropped as stale, at most {guards.stale_share:.0%} expected"
+    return f"{share:.0%} of the samples of {guards.steps} steps were dropped as stale, at most {guards.limit('lag'):.0%} expected"
 
 
 def throughput(reports: StepReports, guards: GuardsSettings) -> str:
@@ -107,7 +107,7 @@ def throughput(reports: StepReports, guards: GuardsSettings) -> str:
     if len(before) < 4 * steps:
         return ""
     speed, expected = statistics.median(now), statistics.median(before)
-    if speed >= guards.throughput_share * expected:
+    if speed >= guards.limit("throughput") * expected:
         return ""
     return f"{speed:.4g} trained tokens/s over {steps} steps, {expected:.4g} before them"
 
@@ -117,7 +117,7 @@ def trainer_starving(reports: StepReports, guards: GuardsSettings) -> str:
     last = reports[-guards.steps :]
     total = sum(_of(report, "step_s") for report in last)
     waited = sum(_of(report, "phase_wait_s") for report in last)
-    if len(last) < guards.steps or waited <= guards.starving_share * total:
+    if len(last) < guards.steps or waited <= guards.limit("starving") * total:
         return ""
     return f"the trainer waited {waited / total:.0%} of {guards.steps} steps: rollout or reward is slower; add replicas"
 
@@ -148,9 +148,9 @@ def unscored(given_up: GivenUp, slots: int, guards: GuardsSettings) -> str:
     """Check for consecutive unscored groups, and for as many refused prompts as slots: fewer may only be faster refused
     than the others are generated.
     """
-    if given_up.unscored >= guards.unscored_groups:
+    if given_up.unscored >= guards.limit("unscored"):
         return f"none of the last {given_up.unscored} groups could be scored"
-    if given_up.prompts >= max(guards.unscored_groups, slots):
+    if given_up.prompts >= max(guards.limit("unscored"), slots):
         return f"none of the last {given_up.prompts} prompts could be generated"
     return ""
 
@@ -166,7 +166,7 @@ def probe(beats: Iterable[Heartbeat], since_s: float) -> str:
 
 def stalled(since_s: float, guards: GuardsSettings) -> str:
     """Check for missing commits."""
-    return "" if since_s <= guards.stalled_s else f"no step was committed for {since_s:.0f} s"
+    return "" if since_s <= guards.limit("stalled") else f"no step was committed for {since_s:.0f} s"
 
 
 def _generated(report: StepReport, groups_per_step: int) -> float:
@@ -291,7 +291,7 @@ class Guards:
         quiet_s = time.time() - max(since_s, quiet_since_s)
         texts: dict[Guard, str] = {
             **self._find_in_steps(reports),
-            "rollouts_starving": rollouts_starving(self._looks, self._starving_window_s, guards.starving_share),
+            "rollouts_starving": rollouts_starving(self._looks, self._starving_window_s, guards.limit("starving")),
             "stalled": stalled(quiet_s, guards),
         }
         return {name: (guards.action(name), text) for name, text in texts.items() if text and name not in guards.off}

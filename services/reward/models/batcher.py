@@ -6,7 +6,7 @@
                                  └── compute, in a thread
                                        ├── NoRoom ──▶ halve and retry; a single item: its caller gets NoRoom
                                        └── anything else ──▶ a bug: every caller gets it
-    no work for offload_after_s, or the end of a turn (``turns``) ──▶ offload             next work ──▶ restore
+    the end of a turn (``turns``) ──▶ offload             next work ──▶ restore
 
 A batch costs ``longest × count`` tokens, as padded. Items of cancelled callers are dropped. torch releases the GIL
 while it computes.
@@ -169,13 +169,7 @@ class Batcher(Generic[Item, Result]):
 
     async def _some(self) -> None:
         while not self._still_wanted():
-            patience_s = 0.0 if self._turns.is_shared else self._work_settings.offload_after_s
-            try:
-                async with asyncio.timeout(patience_s if patience_s and not self._away else None):
-                    await self._next_arrival()
-            except TimeoutError:
-                await self.leave()
-                log.info("model offloaded", extra={"scorer": self._scorer, "idle_s": patience_s})
+            await self._next_arrival()
 
     async def _enough(self) -> None:
         work = self._work_settings

@@ -22,7 +22,7 @@ class Placed:
         self.device = device
         self._threads = threads
         self._place = memory_timeline.place_of(device)
-        remedy = "give them a GPU of their own with reward.gpus, or set reward.models.offload_after_s = 0"
+        remedy = "give them a GPU of their own with reward.gpus"
         self._copies = HostCopies(device, "the weights of a reward model", remedy, frozen=True)
         self.guarded(lambda: self.module.to(device))
 

@@ -200,7 +200,7 @@ class ModelTurns(Turns):
         turn = frozenset(group_id for purpose, group_id in self._waiting if purpose is Purpose.TRAIN)
         if not turn:
             return False
-        if not waits and not algorithm.is_mixed:
+        if not waits and not algorithm.imitation:
             scored = await self._bus.length(EXPERIENCE)
             return (scored + len(turn)) // groups > scored // groups
         flight = Flight(*await Ledger(self._bus).ids_in_flight())

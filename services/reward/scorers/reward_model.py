@@ -2,7 +2,7 @@
 
 ::
 
-    group ──▶ token ids ──▶ Batcher, with samples of other groups ──▶ values ──▶ normalised ──▶ scores
+    group ──▶ token ids ──▶ Batcher, with samples of other groups ──▶ values ──▶ scores
                                 └── NoRoom, or a value that is no number ──▶ unavailable; never worth 0
 
 Every replica of the reward service loads the model.
@@ -12,14 +12,12 @@ import asyncio
 import importlib.util
 import logging
 import math
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from prometheus_client import Counter
 
 from penstock.services.reward.models.batcher import Batcher, NoRoom
 from penstock.services.reward.models.turns import Turns
-from penstock.services.reward.normalisation import Normaliser
 from penstock.services.reward.scorers.scorer import unavailable, valued
 from penstock.shared.bus.messages import RolloutGroup, Score, ScoreStatus
 from penstock.shared.errors import SettingsError
@@ -42,7 +40,6 @@ class RewardModel:
     """Score with a reward model.
 
     Args:
-        normaliser: None: values are not normalised.
         work: where the model runs.
         turns: when it has its device.
 
@@ -50,12 +47,9 @@ class RewardModel:
         SettingsError: invalid settings.
     """
 
-    def __init__(
-        self, scorer: ModelScorer, normaliser: Normaliser | None, work: ModelWork, turns: Turns | None = None
-    ) -> None:
+    def __init__(self, scorer: ModelScorer, work: ModelWork, turns: Turns | None = None) -> None:
         self.name = scorer.name
         self._scorer = scorer
-        self._normaliser = normaliser
         self._work = work
         self._turns = turns or Turns()
         require_libraries(f"scorer {scorer.name!r}")
@@ -94,13 +88,7 @@ class RewardModel:
             return self._unavailable(group, str(error))
         if not all(map(math.isfinite, values)):
             return self._unavailable(group, f"the model gave {next(v for v in values if not math.isfinite(v))}")
-        return [
-            valued(self.name, ScoreStatus.OK, value, _how(text, raw, value))
-            for text, raw, value in zip(texts, values, await self._normalised(group, values), strict=True)
-        ]
-
-    async def _normalised(self, group: RolloutGroup, values: Sequence[float]) -> Sequence[float]:
-        return values if self._normaliser is None else await self._normaliser.normalised(group.prompt, values)
+        return [valued(self.name, ScoreStatus.OK, value, _how(text)) for text, value in zip(texts, values, strict=True)]
 
     def _unavailable(self, group: RolloutGroup, reason: str) -> list[Score]:
         return [unavailable(self.name, reason) for _ in group.samples]
@@ -120,8 +108,5 @@ def _open(scorer: ModelScorer, work: ModelWork) -> "Classifier":
         return Classifier(scorer, work)
 
 
-def _how(text: "Text", raw: float, value: float) -> str:
-    parts = [f"raw {raw:.6g}"] if raw != value else []
-    if text.cut_tokens:
-        parts.append(f"cut to {text.tokens} of {text.tokens + text.cut_tokens} tokens")
-    return ", ".join(parts)
+def _how(text: "Text") -> str:
+    return f"cut to {text.tokens} of {text.tokens + text.cut_tokens} tokens" if text.cut_tokens else ""

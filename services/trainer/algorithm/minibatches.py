@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch.distributed as dist
 
+from penstock.services.trainer.algorithm.kinds import Kind
 from penstock.services.trainer.algorithm.loss.aggregation import STREAMS, Count, Stream
-from penstock.services.trainer.algorithm.loss.dpo import best_and_worst
 from penstock.services.trainer.batch import token_data
 from penstock.services.trainer.batch.oom_split import rows_by_place
 from penstock.services.trainer.batch.packing import MicroBatch, PackedRow, plan
@@ -29,69 +29,75 @@ class Minibatch:
     counts: Mapping[Stream, Count]
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepBatch:
+    """The groups of a step."""
+
+    groups: Sequence[Experience]
+    rewards: Sequence[Float32Array]
+    lags: Mapping[PolicyVersion, int]
+    """Of the samples' versions, in steps."""
+    contexts: Sequence[int] = ()
+    """How many first tokens of each sample only condition the others; empty: none."""
+
+    @property
+    def demonstrated(self) -> frozenset[int]:
+        """The places of demonstrations."""
+        purposes = (experience.group.prompt.purpose for experience in self.groups)
+        return frozenset(place for place, purpose in enumerate(purposes) if purpose is Purpose.DEMONSTRATE)
+
+
 def lay_out(
-    batch: Sequence[Experience],
-    rewards: Sequence[Float32Array],
-    lags: Mapping[PolicyVersion, int],
+    batch: StepBatch,
     step: int,
+    kind: Kind,
     settings: Settings,
     policy: TrainingEngine,
     minibatches: int = 1,
     repeated: StepPlan | None = None,
-    contexts: Sequence[int] = (),
 ) -> tuple[list[Minibatch], StepPlan]:
     """Return this rank's minibatches, drawn by ``run.seed`` and ``step``, and all ranks' plan.
 
-    The first ``contexts`` tokens of each sample are not trained. A replay's forward passes are no larger than in
-    ``repeated``, and train the same tokens.
+    A replay's forward passes are no larger than in ``repeated``.
     """
-    pairs, cap = settings.algorithm.loss == "dpo", settings.trainer.micro_batch_tokens
-    contexts = repeated.contexts if repeated is not None else contexts
-    rows = _rows(batch, rewards, contexts, pairs=pairs, shares_prompt=policy.shares_prompts)
+    cap = settings.trainer.micro_batch_tokens
+    rows = _rows(batch, kind, shares_prompt=policy.shares_prompts)
     order = np.arange(len(rows))
     if minibatches > 1:
         order = np.random.default_rng([settings.run.seed, step]).permutation(len(rows))
     shares = [[rows[place] for place in share] for share in np.array_split(order, minibatches)]
     if repeated is not None:
         cap = min(cap, repeated.micro_batch_tokens)
-    layouts = [plan(share, cap, policy.ranks, split=not pairs, sizes=policy.sizes) for share in shares]
-    samples_M, rank = [sample for e in batch for sample in e.group.samples], dist.get_rank()
-    pairs_M = zip(samples_M, contexts or (0,) * len(samples_M), strict=True)
-    lags_M = [token_lags(sample, lags, context) for sample, context in pairs_M]
-    demonstrated_M = [e.group.prompt.purpose is Purpose.DEMONSTRATE for e in batch for _ in e.group.samples]
+    splits = kind.together == 1
+    layouts = [plan(share, cap, policy.ranks, split=splits, sizes=policy.sizes) for share in shares]
+    samples_M, rank = [sample for e in batch.groups for sample in e.group.samples], dist.get_rank()
+    pairs_M = zip(samples_M, batch.contexts or (0,) * len(samples_M), strict=True)
+    lags_M = [token_lags(sample, batch.lags, context) for sample, context in pairs_M]
+    shown = batch.demonstrated
+    demonstrated_M = [place in shown for place, e in enumerate(batch.groups) for _ in e.group.samples]
+    counted_M = demonstrated_M if kind.shows_demonstrations else [False] * len(samples_M)
     parts = []
     for share, layout in zip(shares, layouts, strict=True):
         inputs = [token_data.of(each, lags_M, demonstrated_M, policy.device) for each in layout[rank]]
-        parts.append(Minibatch(inputs, rows_by_place(share), _counts(layout, demonstrated_M, pairs=pairs)))
-    return parts, StepPlan(cap, digest(layouts), contexts=tuple(contexts))
+        parts.append(Minibatch(inputs, rows_by_place(share), _counts(layout, counted_M)))
+    return parts, StepPlan(cap, digest(layouts), contexts=tuple(batch.contexts))
 
 
-def _counts(
-    layout: Sequence[Sequence[MicroBatch]], demonstrated_M: Sequence[bool], *, pairs: bool
-) -> dict[Stream, Count]:
-    """Return the counts of each stream; those of preferences are of samples, also of pairs that no policy drew."""
+def _counts(layout: Sequence[Sequence[MicroBatch]], demonstrated_M: Sequence[bool]) -> dict[Stream, Count]:
     lengths: dict[bool, list[int]] = {False: [], True: []}
     for micro_batch in (each for micro_batches in layout for each in micro_batches):
         for place, length in zip(micro_batch.places_S, micro_batch.lengths_S, strict=True):
-            lengths[demonstrated_M[place] and not pairs].append(int(length))
+            lengths[demonstrated_M[place]].append(int(length))
     sampled, demonstrated = (Count(sum(lengths[kind]), len(lengths[kind])) for kind in (False, True))
     return {stream: demonstrated if stream == "ce" else sampled for stream in STREAMS}
 
 
-def _rows(
-    batch: Sequence[Experience],
-    rewards: Sequence[Float32Array],
-    contexts: Sequence[int],
-    *,
-    pairs: bool,
-    shares_prompt: bool,
-) -> list[PackedRow]:
+def _rows(batch: StepBatch, kind: Kind, *, shares_prompt: bool) -> list[PackedRow]:
     rows, first = [], 0
-    for experience, rewards_S in zip(batch, rewards, strict=True):
+    for experience, rewards_S in zip(batch.groups, batch.rewards, strict=True):
         group = experience.group
-        own = contexts[first : first + len(group.samples)] or (0,) * len(group.samples)
-        chosen: Sequence[int] = (best_and_worst(rewards_S) or ()) if pairs else range(len(group.samples))
-        chosen = [place for place in chosen if own[place] < len(group.samples[place].token_ids)]
+        own = batch.contexts[first : first + len(group.samples)] or (0,) * len(group.samples)
+        chosen = [place for place in kind.trained(rewards_S) if own[place] < len(group.samples[place].token_ids)]
         rows.append(
             PackedRow(
                 group.prompt_token_ids,

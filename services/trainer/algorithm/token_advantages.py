@@ -9,7 +9,6 @@ from collections.abc import Collection, Sequence
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from penstock.services.trainer.algorithm import functions
 from penstock.services.trainer.algorithm.advantages import (
@@ -24,7 +23,8 @@ from penstock.services.trainer.algorithm.advantages import (
 )
 from penstock.services.trainer.algorithm.diagnostics import moments
 from penstock.services.trainer.algorithm.loss.aggregation import sequence_sums
-from penstock.services.trainer.algorithm.loss.kl import MAX_LOG_RATIO, estimate
+from penstock.services.trainer.algorithm.loss.kl import estimate
+from penstock.services.trainer.algorithm.rules.distillation import skewed, teacher_kl
 from penstock.services.trainer.batch.token_data import LossInputs
 from penstock.shared.bus.messages import Float32Array
 from penstock.shared.settings.algorithm import AlgorithmSettings
@@ -34,14 +34,13 @@ def assign(
     inputs: Sequence[LossInputs],
     rewards: Sequence[Float32Array],
     algorithm: AlgorithmSettings,
-    kl_coefficient: float,
     demonstrated: Collection[int] = (),
 ) -> None:
     """Set every token's advantage (and return, with a critic) in this rank's ``inputs``; collective.
 
-    ``rewards`` are the whole batch's, by group, of which ``demonstrated`` have none; ``kl_coefficient`` is the cost per nat.
+    ``rewards`` are the whole batch's, by group, of which ``demonstrated`` have none.
     """
-    cost = kl_coefficient if algorithm.kl.where == "reward" else 0.0
+    cost = algorithm.kl.coefficient if algorithm.kl.where == "reward" else 0.0
     if algorithm.advantage == "none":
         for micro_batch in inputs:
             micro_batch.advantages_N = torch.zeros_like(micro_batch.behavior_logprobs_N)
@@ -55,29 +54,6 @@ def assign(
             micro_batch.advantages_N -= algorithm.distillation * skewed(
                 teacher_kl(micro_batch), algorithm.distillation_skew
             )
-
-
-def teacher_kl(micro_batch: LossInputs) -> Tensor:
-    """Return log π − log teacher of each token (N, nats), π before this step: in the mean KL(π ‖ teacher).
-
-    The policy gradient with the advantage ``−(log π − log teacher)`` is in the mean that of KL(π ‖ teacher), as the mean of
-    ∇ log π is 0 (Agarwal et al. 2024, GKD, arXiv:2306.13649; Lu 2025, "On-policy distillation").
-    """
-    old_N = micro_batch.proximal_logprobs_N
-    assert micro_batch.teacher_logprobs_N is not None
-    return (micro_batch.behavior_logprobs_N if old_N is None else old_N) - micro_batch.teacher_logprobs_N
-
-
-def skewed(teacher_kl_N: Tensor, skew: float) -> Tensor:
-    """Return the cost of each token whose policy gradient is in the mean that of KL(π ‖ m), m = (1 − skew) teacher + skew π.
-
-    m depends on π: log π − log m − skew (π / m − 1), from 0 where the teacher agrees to −log skew − 1 + skew where it finds
-    the token impossible (skewed reverse KL: Ko et al. 2024, DistiLLM, arXiv:2402.03898).
-    """
-    if not skew:
-        return teacher_kl_N
-    share_N = (1 - skew) * torch.exp(-teacher_kl_N.clamp(min=-MAX_LOG_RATIO)) + skew
-    return -torch.log(share_N) - skew * (1 / share_N - 1)
 
 
 def _by_group(
@@ -154,4 +130,4 @@ def _returns_to_go(
     if micro_batch.values_N is None:
         return gae(rewards_N, np.zeros_like(rewards_N), lengths_S, 1.0, 1.0)
     values_N = micro_batch.values_N.double().cpu().numpy()
-    return gae(rewards_N, values_N, lengths_S, algorithm.critic.discount, algorithm.critic.decay)
+    return gae(rewards_N, values_N, lengths_S, 1.0, algorithm.critic.decay)

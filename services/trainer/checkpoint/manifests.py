@@ -50,6 +50,7 @@ class CheckpointState:
     """First untrained prompt in the dataset; None (old checkpoints): ``cursor``."""
     counts: dict[str, int] = dataclasses.field(default_factory=dict)
     kl_coefficient: float | None = None
+    """Unused."""
     adapter_of: str = ""
     """The adapters' base, rank and scale."""
     settings_revision: int = 0

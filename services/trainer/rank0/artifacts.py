@@ -54,9 +54,7 @@ class Artifacts:
         assert self._publication.newest is not None
         self.publish(engine, *self._publication.newest)
 
-    def complete(
-        self, state: CheckpointState | None, kl_coefficient: float, files: Mapping[Path, CheckpointFile], refusal: str
-    ) -> Saved:
+    def complete(self, state: CheckpointState | None, files: Mapping[Path, CheckpointFile], refusal: str) -> Saved:
         """Complete a checkpoint, or delete it if storage refused a part."""
         return Saved(None)
 
@@ -82,13 +80,11 @@ class Rank0Artifacts(Artifacts):
         meet_at_storage()  # rank 0 may have waited for room on its disk
         return self._publication.publish(engine, version, step)
 
-    def complete(
-        self, state: CheckpointState | None, kl_coefficient: float, files: Mapping[Path, CheckpointFile], refusal: str
-    ) -> Saved:
+    def complete(self, state: CheckpointState | None, files: Mapping[Path, CheckpointFile], refusal: str) -> Saved:
         """Write the marker and rename the folder into place."""
         assert state is not None
         root, base = self._settings.run_folder / "checkpoints", local_store.base_of(self._settings.policy)
-        state = dataclasses.replace(state, kl_coefficient=kl_coefficient, adapter_of=base)
+        state = dataclasses.replace(state, adapter_of=base)
         if not refusal:
             try:
                 return Saved(local_store.make_whole(root, state, files, self._signer))

@@ -28,7 +28,13 @@ from penstock.services.trainer.batch.staleness import without_long
 from penstock.services.trainer.checkpoint import local_store
 from penstock.services.trainer.checkpoint.commits import note_committed
 from penstock.services.trainer.export.exporter import Exporter
-from penstock.services.trainer.metrics import BatchFigures, batch_figures, export_metrics, signal_fraction
+from penstock.services.trainer.metrics import (
+    BatchFigures,
+    batch_figures,
+    export_metrics,
+    mixed_figures,
+    signal_fraction,
+)
 from penstock.services.trainer.rank0.branch import Branch
 from penstock.services.trainer.rank0.first_texts import first_texts
 from penstock.services.trainer.rank0.intake import Intake, Taken
@@ -49,6 +55,7 @@ from penstock.shared.placement.turns import TrainerTurns
 from penstock.shared.process.service import Context, seconds_left
 from penstock.shared.process.telemetry import tell
 from penstock.shared.settings import Settings
+from penstock.shared.settings.kinds import RunKind
 from penstock.shared.traces import TRACES
 
 log = logging.getLogger(__name__)
@@ -299,9 +306,9 @@ class Driver:
                 held_out=await self._held_out(),
             )
         )
-        is_mixed = self._settings.algorithm.is_mixed
+        figures_of = mixed_figures if self._settings.kind is RunKind.MIXTURE else batch_figures
         most = self._settings.trainer.micro_batch_tokens
-        figures = batch_figures(groups, self._step, self._branch.steps, contexts, most_tokens=most, is_mixed=is_mixed)
+        figures = figures_of(groups, self._step, self._branch.steps, contexts, most_tokens=most)
         result = await self._result(Result)
         await self._turns.confirm()
         if isinstance(result, StepSkipped):
@@ -322,7 +329,7 @@ class Driver:
     async def _held_out(self) -> tuple[bytes, ...]:
         """Return the demonstrations to evaluate with the next step: with the first, the last and every ``every_steps``."""
         step, sets = self._step + 1, self._settings.evaluation.held_out
-        if not self._settings.is_supervised or not sets:
+        if self._settings.kind.generates or not sets:
             return ()
         due = step in (1, self._settings.run.steps) or step % sets[0].every_steps == 0
         return await held_out.offered(self._bus) if due else ()

@@ -50,6 +50,7 @@ from penstock.shared.bus.streams import EXPERIENCE
 from penstock.shared.errors import Fenced, MessageError
 from penstock.shared.process.telemetry import tell
 from penstock.shared.settings import Settings
+from penstock.shared.settings.kinds import RunKind
 from penstock.shared.settings.rollout import MOST_KEPT
 
 log = logging.getLogger(__name__)
@@ -237,9 +238,8 @@ class Intake:
     def _check(self, experience: Experience) -> None:
         group = experience.group
         algorithm, is_shown = self._settings.algorithm, _is_shown(experience)
-        purposes = [Purpose.DEMONSTRATE] if self._settings.is_supervised else [Purpose.TRAIN]
-        purposes += [Purpose.DEMONSTRATE] * algorithm.is_mixed
-        if group.prompt.purpose not in purposes or len(group.prompt_token_ids) == 0:
+        purposes = self._settings.kind.purposes
+        if group.prompt.purpose.value not in purposes or len(group.prompt_token_ids) == 0:
             raise MessageError(
                 f'expected a group to {" or ".join(purposes)}, with a prompt, with algorithm.loss = "{algorithm.loss}", found one to '
                 f"{group.prompt.purpose.value}, or without prompt tokens"
@@ -353,7 +353,7 @@ class Intake:
     async def _choose(self, fresh: list[GroupId], needed: int) -> list[GroupId]:
         """Return the groups of the next batch, demonstrations first; none: some are missing."""
         shown = [group_id for group_id in fresh if _is_shown(self._held[group_id].experience)]
-        if not self._settings.algorithm.is_mixed or not shown or len(fresh) < needed:
+        if self._settings.kind is not RunKind.MIXTURE or not shown or len(fresh) < needed:
             return fresh[:needed] if len(fresh) >= needed else []
         drawn = sorted(set(fresh) - set(shown))
         due = await self._count_due(shown[:needed], needed)
@@ -373,10 +373,10 @@ class Intake:
         """Whether a batch that ends with ``last`` waits for earlier groups."""
         algorithm = self._settings.algorithm
         if algorithm.on_stale != "wait":
-            return algorithm.is_mixed and await self._is_behind()
+            return self._settings.kind is RunKind.MIXTURE and await self._is_behind()
         now_s = time.monotonic()
         self._full_at_s = self._full_at_s or now_s
-        if now_s - self._full_at_s >= algorithm.wait_s:
+        if now_s - self._full_at_s >= self._settings.internal.stale_wait_s:
             return False
         if await self._ledger.is_overtaken(last):
             return True

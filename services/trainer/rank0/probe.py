@@ -46,7 +46,7 @@ class Prober:
 
     def __init__(self, engine: TrainingEngine, settings: Settings) -> None:
         self._engine = engine
-        self._every = 0 if settings.is_supervised else settings.internal.probe_every_versions
+        self._every = settings.internal.probe_every_versions if settings.kind.generates else 0
         policy: Any = engine.policy
         self._most = settings.trainer.micro_batch_tokens
         longest = longest_tokens(policy.model.config, settings.rollout.vllm.max_model_len)

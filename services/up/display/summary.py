@@ -40,7 +40,7 @@ def _bound(run_folder: Path, on_gpus: bool) -> str:
         settings = load(run_folder / SETTINGS_FILE, environment={})
     except SettingsError:
         return ""
-    replicas = 0 if settings.is_supervised else settings.rollout.replicas
+    replicas = settings.rollout.replicas if settings.kind.generates else 0
     return advice(mean_metrics(run_folder), replicas, on_gpus, settings.gpu_sharing)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from penstock.shared.settings.reading.other_names import meaning_elsewhere
-from penstock.shared.settings.reading.replaced import REPLACED
+from penstock.shared.settings.reading.replaced import replacement
 from penstock.shared.settings.root import Settings
 from penstock.shared.text.redaction import redacted
 
@@ -72,8 +72,10 @@ def explanation(problems: Sequence[Problem]) -> str:
     match first.type:
         case "value_error":
             return redacted(str(first.context["error"]))
-        case "extra_forbidden" if key in REPLACED:
-            return f"{key} no longer exists: use {REPLACED[key][1]}, or leave it out"
+        case "extra_forbidden" if instead := replacement(
+            key, [kind for model in first.models for kind in _kinds(model)]
+        ):
+            return f"{key} no longer exists: use {instead}, or leave it out"
         case "extra_forbidden":
             known = list(dict.fromkeys(field for model in first.models for field in model.model_fields))
             return f"{key}: expected a known setting, found {name!r}; {_hint(key, first.input, known)}"

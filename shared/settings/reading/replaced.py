@@ -1,14 +1,47 @@
 """Settings of earlier versions, which no longer exist."""
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-REPLACED = {
+REPLACED: dict[str, tuple[object, str]] = {
+    "algorithm.critic.clip": (0.2, "nothing: a value changes by at most 0.2 in a step"),
+    "algorithm.critic.discount": (1.0, "algorithm.critic.decay; the discount is 1"),
+    "algorithm.dual_clip": (0.0, "a third number in algorithm.clip"),
+    "algorithm.kl.target": (0.0, "algorithm.kl.coefficient, which stays as it is"),
+    "algorithm.wait_s": (600.0, "algorithm.on_stale: a step waits at most ten minutes"),
+    "guards.kl_nats": (1.0, "kl in guards.limits"),
+    "guards.reference_kl_nats": (0.0, "reference_kl in guards.limits"),
+    "guards.entropy_nats": (0.0001, "entropy in guards.limits"),
+    "guards.stale_share": (0.25, "lag in guards.limits"),
+    "guards.throughput_share": (0.5, "throughput in guards.limits"),
+    "guards.starving_share": (0.8, "starving in guards.limits"),
+    "guards.unscored_groups": (16, "unscored in guards.limits"),
+    "guards.stalled_s": (600.0, "stalled in guards.limits"),
+    "reward.models.offload_after_s": (0.0, "nothing: models stay, or share the trainer's device by placement.mode"),
+    "reward.scorers[format].characters": ((0, 0), "tokens"),
+    "reward.scorers[format].weights": ({}, "several format scorers, weighed in reward.expression"),
+    "reward.scorers[judge].on_unparsable": ("unavailable", "pattern and scale, with a verdict for every answer"),
+    "reward.scorers[judge].requests_per_s": (0.0, "concurrency; the endpoint's Retry-After is obeyed"),
+    "reward.scorers[judge].system": ("", "template"),
+    "reward.scorers[model].normalise": ("none", "reward.expression"),
     "weights.probe_gap_nats": (
         0.05,
         "weights.probe_margin, a multiple of what rounding changes in the model's own logprobs",
-    )
+    ),
 }
-"""Each with its default, and what takes its place."""
+"""Each with its default, and what takes its place. A scorer's has the kind for its place in the list."""
+_SCORERS = "reward.scorers"
+
+
+def replacement(key: str, kinds: Sequence[str]) -> str:
+    """Return what takes the place of ``key``, in a scorer of one of ``kinds``; "" if it never existed.
+
+    >>> replacement("algorithm.dual_clip", ())
+    'a third number in algorithm.clip'
+    """
+    name = key.rpartition(".")[2]
+    names = [f"{_SCORERS}[{kind}].{name}" for kind in kinds] if key.startswith(f"{_SCORERS}.") else [key]
+    return next((REPLACED[each][1] for each in names if each in REPLACED), "")
 
 
 def drop_defaults(values: dict[str, Any]) -> None:
@@ -20,7 +53,17 @@ def drop_defaults(values: dict[str, Any]) -> None:
     {'weights': {'keep': 4}}
     """
     for key, (default, _) in REPLACED.items():
-        name, _, setting = key.partition(".")
-        table = values.get(name)
-        if isinstance(table, dict) and table.get(setting) == default:
-            del table[setting]
+        path, _, name = key.rpartition(".")
+        for table in _tables(values, path):
+            given = table.get(name)
+            if given == default or (isinstance(given, list) and isinstance(default, tuple) and tuple(given) == default):
+                del table[name]
+
+
+def _tables(values: Any, path: str) -> Iterator[dict[str, Any]]:
+    """Yield the tables at ``path``, several if it is in a list."""
+    for part in path.partition("[")[0].split("."):
+        values = values.get(part) if isinstance(values, dict) else None
+    kind = path.partition("[")[2].rstrip("]")
+    tables = values if isinstance(values, list) else [values]
+    yield from (table for table in tables if isinstance(table, dict) and (not kind or table.get("kind") == kind))

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from penstock.shared.settings.rewards.base import OpinionScorer
 from penstock.shared.settings.section import Section
@@ -16,9 +16,6 @@ class ModelsSettings(Section):
     `cpu`, `cuda`, or one GPU, as `cuda:0`. Weights are bfloat16 on a GPU (the reference: policy.dtype), else float32."""
     batch_tokens: PositiveInt = Field(default=16_384)
     """Maximum tokens of a forward pass, padding included; only a single longer sample makes a larger one."""
-    offload_after_s: NonNegativeFloat = Field(default=0.0)
-    """Seconds without work after which weights move to the host's memory until the next group; 0: never. Models that use
-    the trainer's device in turn leave it after each turn."""
 
 
 class TeacherSettings(Section):
@@ -70,8 +67,6 @@ class ModelScorer(OpinionScorer):
     joined by line breaks), `auto` (chat if the tokenizer has a template), or your own chat template (Jinja)."""
     max_tokens: NonNegativeInt = Field(default=0)
     """Maximum length of the text; a longer one loses its beginning, which is counted. 0: the model's context."""
-    normalise: Literal["none", "running"] = Field(default="none")
-    """`running`: subtract the mean and divide by the deviation of all values of the run so far, over all replicas."""
 
     @property
     def model_setting(self) -> str:

@@ -91,15 +91,8 @@ class AnswerScorer(BaseScorer):
         return self.model_copy(update={"preset": "own", "lenient": (), "tolerance": 0.0})
 
 
-FormatRule = Literal["tags", "order", "outside", "pattern", "length", "tokens", "scripts", "json", "stop"]
-"""The names of the rules that a format scorer can have."""
-
-
-Length = tuple[NonNegativeInt, NonNegativeInt]
-
-
 class FormatScorer(BaseScorer):
-    """Checks the completion's form by declared rules; its value is the share of rules that hold."""
+    """Checks the completion's form by declared rules; its value is the share of rules that hold, each tag a rule."""
 
     kind: Literal["format"]
     """Checks the completion's form."""
@@ -110,9 +103,7 @@ class FormatScorer(BaseScorer):
     """Whether only white space may be outside the tags."""
     pattern: str = Field(default="")
     """Regular expression that must match the whole completion."""
-    characters: Length = Field(default=(0, 0))
-    """Shortest and longest completion, in characters; 0: no limit."""
-    tokens: Length = Field(default=(0, 0))
+    tokens: tuple[NonNegativeInt, NonNegativeInt] = Field(default=(0, 0))
     """Shortest and longest completion, in the policy's tokens; 0: no limit."""
     scripts: tuple[str, ...] = Field(default=())
     """Unicode scripts of at least 95 % of the letters, such as ["Latin"] or ["Han", "Hiragana", "Katakana"]; empty:
@@ -123,8 +114,6 @@ class FormatScorer(BaseScorer):
     """Tag whose last content is the JSON, such as `answer`; empty: the whole completion is."""
     needs_stop: bool = Field(default=False)
     """Whether the completion must end before its length limit."""
-    weights: dict[FormatRule, PositiveFloat] = Field(default={})
-    """Weight of a rule, by its name (default 1): {json = 3, length = 0.5}. `tags` applies to each tag."""
 
     @property
     def reads_answer(self) -> bool:
@@ -232,8 +221,6 @@ class JudgeScorer(OpinionScorer):
     """Name of the judge's model at the endpoint."""
     key_source: str = Field(default="", pattern=r"^(env:\w+|file:.+)?$")
     """Where the endpoint's API key is: `env:VARIABLE`, or `file:PATH` (a mounted secret). Empty: no key."""
-    system: str = Field(default="")
-    """System message; empty: no such message."""
     template: str = Field(
         default="Question:\n{prompt}\n\nReference answer:\n{answer}\n\nResponse:\n{completion}\n\n"
         "Rate the response from 0 (useless) to 10 (perfect). End with a line `Score: N`."
@@ -250,13 +237,8 @@ class JudgeScorer(OpinionScorer):
     "json_object"}}."""
     concurrency: PositiveInt = Field(default=16)
     """Concurrent requests of one reward replica."""
-    requests_per_s: NonNegativeFloat = Field(default=0.0)
-    """Maximum requests per second of one reward replica; 0: no limit."""
     timeout_s: PositiveFloat = Field(default=60.0)
     """Seconds after which a request is aborted and counts as failed."""
-    on_unparsable: Literal["unavailable", "zero"] = Field(default="unavailable")
-    """Meaning of answers without a verdict, after all retries: the reward is `unavailable`, or 0 with the status
-    `crashed`."""
 
     @property
     def json_field(self) -> str:

@@ -171,9 +171,17 @@ async def test_demonstrations_are_experience_in_flight_until_they_end(tmp_path: 
 def test_what_needs_rewards_or_samples_is_refused_by_name(tmp_path: Path) -> None:
     tables = settings(tmp_path, [{"prompt": "1", "completion": "2"}]).model_dump()
     for section, changed, sentence in (
-        ("algorithm", {"dynamic_sampling": True}, "expected algorithm.dynamic_sampling to be left at its default"),
-        ("algorithm", {"kl": {"coefficient": 0.1}}, "expected algorithm.kl to be left at its default"),
-        ("algorithm", {"advantage": "rloo"}, "expected algorithm.advantage to be left at its default"),
+        (
+            "algorithm",
+            {"dynamic_sampling": True},
+            "expected algorithm.dynamic_sampling to be left out with algorithm.loss",
+        ),
+        (
+            "algorithm",
+            {"kl": {"coefficient": 0.1}},
+            "expected algorithm.kl.coefficient to be left out with algorithm.loss",
+        ),
+        ("algorithm", {"advantage": "rloo"}, "expected algorithm.advantage to be left out with algorithm.loss"),
         ("data", {"curriculum": True}, 'expected data.curriculum = False with algorithm.loss = "cross_entropy"'),
         ("evaluation", {"path": {"a": "a.jsonl", "b": "b.jsonl"}}, "expected one held-out set"),
     ):
@@ -274,8 +282,8 @@ def test_without_imitation_a_completion_is_a_column_like_any_other(tmp_path: Pat
 def test_what_a_mixture_cannot_do_is_refused_by_name(tmp_path: Path) -> None:
     for sections, sentence in (
         ({"data": {"path": "rows.jsonl"}}, "expected several datasets in data.path with algorithm.imitation > 0, found 0.1 and one"),
-        ({"algorithm": {"imitation": 0.1, "preset": "dpo"}}, 'expected algorithm.imitation = 0 with algorithm.loss = "dpo"'),
-        ({"algorithm": {"imitation": 0.1, "loss": "cross_entropy"}}, "expected algorithm.imitation to be left at its default"),
+        ({"algorithm": {"imitation": 0.1, "preset": "dpo"}}, 'expected algorithm.imitation to be left out with algorithm.loss = "dpo"'),
+        ({"algorithm": {"imitation": 0.1, "loss": "cross_entropy"}}, "expected algorithm.imitation to be left out with algorithm.loss"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=sentence):
             mixture(tmp_path, PROBLEMS, SHOWN, **sections)

@@ -13,6 +13,7 @@ from penstock.shared.bus.bus import Bus
 from penstock.shared.bus.messages import Experience, Purpose
 from penstock.shared.errors import SettingsError
 from penstock.shared.settings import Settings
+from penstock.shared.settings.kinds import RunKind
 from penstock.shared.settings.reading.loading import is_given
 from tests.coordinator.admission import test_demonstrations
 from tests.coordinator.admission.test_admission import start
@@ -128,9 +129,9 @@ def test_what_pairs_cannot_do_is_refused_by_name(tmp_path: Path) -> None:
         ("algorithm", {"entropy_bonus": 0.1}, "expected algorithm.entropy_bonus to be left at its default with data.rejected_field"),
         ("algorithm", {"filter": "a:b"}, "expected algorithm.filter to be left at its default"),
         ("algorithm", {"overlong": (0.5, 1.0)}, "expected algorithm.overlong to be left at its default"),
-        ("algorithm", {"imitation": 0.1}, 'expected algorithm.imitation = 0 with algorithm.loss = "dpo"'),
-        ("algorithm", {"kl": {"coefficient": 0.1}}, 'expected algorithm.kl.coefficient = 0 with algorithm.loss = "dpo"'),
-        ("guards", {"reference_kl_nats": 1.0}, "expected guards.reference_kl_nats = 0 with data.rejected_field"),
+        ("algorithm", {"imitation": 0.1}, 'expected algorithm.imitation to be left out with algorithm.loss = "dpo"'),
+        ("algorithm", {"kl": {"coefficient": 0.1}}, 'expected algorithm.kl.coefficient to be left out with algorithm.loss = "dpo"'),
+        ("guards", {"limits": {"reference_kl": 1.0}}, "expected guards.limits.reference_kl = 0 with data.rejected_field"),
         ("data", {"curriculum": True}, "expected data.curriculum = False with data.rejected_field, where nothing is generated"),
         ("data", {"completion_field": "rejected"}, "expected a column of its own in data.rejected_field"),
         ("placement", {"mode": "shared"}, 'expected placement.mode = "separate" with data.rejected_field'),
@@ -142,9 +143,9 @@ def test_what_pairs_cannot_do_is_refused_by_name(tmp_path: Path) -> None:
 
 def test_without_the_column_dpo_is_online_and_with_it_nothing_is_generated(tmp_path: Path) -> None:
     online = Settings.model_validate({"algorithm": {"preset": "dpo"}})
-    assert not online.is_supervised
+    assert online.kind.generates
     pairs = settings(tmp_path, [{"prompt": "1", "chosen": "2", "rejected": "3"}])
-    assert (pairs.is_supervised, pairs.trains_pairs) == (True, True)
+    assert (pairs.kind, pairs.kind.generates) == (RunKind.PAIRS, False)
 
 
 def test_a_flag_or_the_file_gives_a_setting(tmp_path: Path) -> None:

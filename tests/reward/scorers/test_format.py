@@ -40,7 +40,6 @@ async def check(format_checker: FormatChecker, text: str, finish: FinishReason =
         ({"tags": ["a+"]}, "<a>1</a><a>2</a>"),
         ({"pattern": "[0-9]+"}, "46"),
         ({"pattern": "a.b"}, "a\nb"),
-        ({"characters": [2, 2]}, "46"),
         ({"needs_stop": True}, "46"),
     ],
 )
@@ -62,8 +61,8 @@ async def test_a_completion_that_keeps_every_rule_is_worth_one(rules: dict[str, 
         (STRICT, "<think>a</think> so <answer>4</answer>", 3 / 4, "expected nothing outside the tags"),
         (STRICT, "<think>a</think><answer>4</answer>!", 3 / 4, "expected nothing outside the tags"),
         ({"pattern": "[0-9]+"}, "46 ", 0.0, "expected text that matches the pattern"),
-        ({"pattern": "[0-9]+", "characters": [3, 0]}, "46", 1 / 2, "expected at least 3 characters, found 2"),
-        ({"characters": [0, 3]}, "4 + 6", 0.0, "expected at most 3 characters, found 5"),
+        ({"pattern": "[0-9]+", "tokens": [4, 0]}, "46", 1 / 2, "expected at least 4 tokens, found 3"),
+        ({"tokens": [0, 2]}, "4 + 6", 0.0, "expected at most 2 tokens, found 3"),
     ],
 )  # fmt: skip
 async def test_the_value_is_the_share_of_rules_that_hold_and_the_first_broken_one_is_named(
@@ -75,7 +74,7 @@ async def test_the_value_is_the_share_of_rules_that_hold_and_the_first_broken_on
 
 
 async def test_a_completion_that_must_stop_is_wrong_when_it_was_cut() -> None:
-    scored = await check(checker(needs_stop=True, characters=[0, 10]), "46", FinishReason.LENGTH)
+    scored = await check(checker(needs_stop=True, tokens=[0, 10]), "46", FinishReason.LENGTH)
     assert scored == Score("format", ScoreStatus.WRONG_FORMAT, 0.5, "the completion was cut at its length limit")
 
 
@@ -158,11 +157,9 @@ async def test_a_group_that_is_done_again_draws_the_same_lots() -> None:
         ({"scripts": ["Han", "Hiragana", "Katakana"]}, "漢字とカタカナ", 1.0),
         ({"scripts": ["Latin"]}, "a" * 19 + "б", 1.0),
         ({"scripts": ["Latin"]}, "a" * 18 + "б", 0.0),
-        ({"pattern": "[0-9]+", "characters": [0, 1], "weights": {"pattern": 3}}, "46", 0.75),
-        ({**STRICT, "weights": {"tags": 2, "outside": 4}}, "<think>a</think>", 1 - 3 / 9),
     ],
 )
-async def test_rules_hold_or_cost_their_weight(rules: dict[str, object], text: str, value: float) -> None:
+async def test_rules_hold_or_cost_their_share(rules: dict[str, object], text: str, value: float) -> None:
     assert (await check(checker(**rules), text)).value == pytest.approx(value)
 
 
@@ -237,10 +234,6 @@ async def test_a_schema_that_is_none_stops_the_start(schema: dict[str, object], 
     ("rules", "sentence"),
     [
         ({"scripts": ["Klingon"]}, "expected names of Unicode scripts as scripts of scorer 'format'"),
-        (
-            {"needs_stop": True, "weights": {"json": 2}},
-            "expected weights of rules that scorer 'format' has (stop), found 'json'",
-        ),
     ],
 )
 def test_a_rule_that_means_nothing_is_refused(rules: dict[str, object], sentence: str) -> None:

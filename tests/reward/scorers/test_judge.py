@@ -13,7 +13,6 @@ import pytest
 from pydantic import ValidationError
 
 from penstock.services.reward import endpoint as endpoints
-from penstock.services.reward.endpoint import Pace
 from penstock.services.reward.scorers.judge import verdict
 from penstock.services.reward.scorers.judge.reading import make_read
 from penstock.services.reward.scorers.judge.scorer import Judge
@@ -120,15 +119,14 @@ def sequence(*replies: Reply | None) -> Behaviour:
 
 async def test_a_verdict_becomes_a_value_on_the_declared_scale() -> None:
     async with serving(sequence(says("Good.\nScore: 3\nNo.\nScore: 7"))) as endpoint:
-        (score,) = await judged(endpoint, "46", system="Be fair.", request={"top_p": 0.9})
+        (score,) = await judged(endpoint, "46", request={"top_p": 0.9})
     assert score == Score("judge", ScoreStatus.OK, 0.7)
     body = endpoint.bodies[0]
     assert (body["model"], body["max_tokens"], body["temperature"], body["top_p"]) == ("m", 512, 0.0, 0.9)
     messages = body["messages"]
     assert isinstance(messages, list)
-    assert messages[0] == {"role": "system", "content": "Be fair."}
-    assert "12+34=" in messages[1]["content"]
-    assert "Response:\n46" in messages[1]["content"]
+    assert "12+34=" in messages[0]["content"]
+    assert "Response:\n46" in messages[0]["content"]
 
 
 @pytest.mark.parametrize(("below", "path"), [("", ""), ("/", ""), ("/v1/", "/v1"), ("/a/b%20c", "/a/b%20c")])
@@ -244,17 +242,6 @@ async def test_no_more_requests_run_at_once_than_declared() -> None:
     assert len(endpoint.bodies) == 8
 
 
-async def test_turns_are_no_closer_than_the_declared_rate() -> None:
-    pace, at_s = Pace(50.0), list[float]()
-
-    async def take() -> None:
-        await pace.turn()
-        at_s.append(time.monotonic())
-
-    await asyncio.gather(*(take() for _ in range(6)))
-    assert max(at_s) - min(at_s) >= 0.099
-
-
 async def test_equal_completions_are_judged_once_and_a_group_tried_again_asks_only_for_what_is_missing() -> None:
     async def refuse_b_at_first(number: int, body: dict[str, object]) -> Reply | None:
         return (
@@ -271,12 +258,6 @@ async def test_equal_completions_are_judged_once_and_a_group_tried_again_asks_on
         await judge.close()
     assert (first, second) == ([0.5, 0.5, None, 0.5], [0.5, 0.5, 0.5, 0.5])
     assert len(endpoint.bodies) == 4
-
-
-async def test_a_judge_without_a_verdict_may_count_as_nothing_where_the_user_says_so() -> None:
-    async with serving(sequence(says("no"))) as endpoint:
-        (score,) = await judged(endpoint, "46", on_unparsable="zero")
-    assert (score.status, score.value) == (ScoreStatus.CRASHED, 0.0)
 
 
 @pytest.mark.parametrize(

@@ -105,7 +105,7 @@ def test_what_is_too_long_loses_its_beginning_and_says_so(tmp_path: Path) -> Non
 
 async def test_scores_say_what_was_cut(tmp_path: Path) -> None:
     folder = reward_models.save(reward_models.qwen(), tmp_path)
-    scorer = RewardModel(reward_models.settings(folder, max_tokens=8), None, reward_models.WORK)
+    scorer = RewardModel(reward_models.settings(folder, max_tokens=8), reward_models.WORK)
     await scorer.start()
     try:
         first, second = await scorer.score(builders.group(0, ("46", "4600")))
@@ -178,4 +178,4 @@ def test_a_model_that_is_not_what_the_settings_say_is_one_sentence(
 
 def test_a_model_that_is_nowhere_is_refused_when_its_scorer_is_made(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"change model of scorer 'model' in \[\[reward.scorers\]\]"):
-        RewardModel(reward_models.settings(tmp_path / "nowhere"), None, reward_models.WORK)
+        RewardModel(reward_models.settings(tmp_path / "nowhere"), reward_models.WORK)

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.services.trainer.algorithm.loss.objective import objective
-from penstock.services.trainer.algorithm.token_advantages import assign, skewed
+from penstock.services.trainer.algorithm.kinds import kind_of
+from penstock.services.trainer.algorithm.rules.distillation import skewed
+from penstock.services.trainer.algorithm.token_advantages import assign
 from penstock.services.trainer.batch.packing import PackedRow, micro_batch
 from penstock.services.trainer.batch.token_data import LossInputs, add_teacher, of
 from penstock.services.trainer.model.layers.logits import TokenLogprobs
@@ -47,8 +48,9 @@ def sampled_gradient(token: int, logits_V: torch.Tensor, algorithm: AlgorithmSet
         proximal_logprobs_N=logprobs_V[drawn].detach() if algorithm.proximal == "recomputed" else None,
         teacher_logprobs_N=teacher_V[drawn],
     )
-    assign([inputs], [np.ones(1, np.float32)], algorithm, 0.0)
-    out = objective(inputs, TokenLogprobs(logprobs_V[drawn], torch.zeros(1, dtype=torch.float64)), algorithm, 0.0)
+    assign([inputs], [np.ones(1, np.float32)], algorithm)
+    kind = kind_of(Settings(algorithm=algorithm))
+    out = kind.objective(inputs, TokenLogprobs(logprobs_V[drawn], torch.zeros(1, dtype=torch.float64)))
     (gradient_V,) = torch.autograd.grad(out.sums["rl"], logits_V)
     return gradient_V
 
@@ -147,12 +149,27 @@ def test_a_journalled_group_without_a_teacher_is_refused_by_name() -> None:
 @pytest.mark.parametrize(
     ("tables", "sentence"),
     [
-        ({"algorithm": {"advantage": "none"}}, "expected algorithm.distillation > 0, and no KL in the reward"),
-        ({"algorithm": {"preset": "gspo", "distillation": 1.0}}, 'with algorithm.distillation, found "gspo"'),
-        ({"algorithm": {"preset": "dpo", "distillation": 1.0}}, 'with algorithm.distillation, found "dpo"'),
-        ({"algorithm": {"preset": "ppo", "distillation": 1.0}}, 'found "clip", "gae"'),
-        ({"algorithm": {"preset": "dapo", "distillation": 1.0}}, 'found "clip", "grpo" and True'),
-        ({"algorithm": {"loss": "cross_entropy", "distillation": 1.0}}, 'found "cross_entropy"'),
+        ({"algorithm": {"advantage": "none"}}, "expected algorithm.distillation > 0 with algorithm.advantage = .none."),
+        (
+            {"algorithm": {"preset": "gspo", "distillation": 1.0}},
+            'algorithm.distillation to be left out with algorithm.loss = "gspo"',
+        ),
+        (
+            {"algorithm": {"preset": "dpo", "distillation": 1.0}},
+            'algorithm.distillation to be left out with algorithm.loss = "dpo"',
+        ),
+        (
+            {"algorithm": {"preset": "ppo", "distillation": 1.0}},
+            'algorithm.distillation to be left out with algorithm.advantage = "gae"',
+        ),
+        (
+            {"algorithm": {"preset": "dapo", "distillation": 1.0}},
+            "algorithm.dynamic_sampling to be left out with algorithm.distillation = 1, which gives",
+        ),
+        (
+            {"algorithm": {"loss": "cross_entropy", "distillation": 1.0}},
+            'algorithm.distillation to be left out with algorithm.loss = "cross_entropy"',
+        ),
         ({"algorithm": {"distillation": 1.0}, "sampling": {"top_p": 0.9}}, "expected no top_p, top_k, min_p"),
     ],
 )

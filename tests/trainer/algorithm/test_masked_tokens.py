@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.services.trainer.algorithm.minibatches import lay_out
+from penstock.services.trainer.algorithm.kinds import kind_of
+from penstock.services.trainer.algorithm.minibatches import StepBatch, lay_out
 from penstock.services.trainer.batch import oom_split
 from penstock.services.trainer.batch.packing import PackedRow, micro_batch
 from penstock.services.trainer.model.policy import Policy
@@ -180,7 +181,9 @@ def test_contexts_supports_and_unscored_samples_hold_together_in_any_forward_pas
     assert timeless(again.learn(truncated(batch()), plan=cut.learner.plan)) == timeless(other)
     groups, rewards = truncated(batch()), [experience.rewards for experience in truncated(batch())]
     policy = whole.learner._policy
-    (minibatch,), _ = lay_out(groups, rewards, lags(groups, 0), 1, settings(), policy, contexts=contexts)
+    (minibatch,), _ = lay_out(
+        StepBatch(groups, rewards, lags(groups, 0), contexts), 1, kind_of(settings()), settings(), policy
+    )
     for inputs in minibatch.inputs:
         halves = [policy.evaluate(half.batch) for half in oom_split.halves(inputs, minibatch.rows)]
         together = torch.cat([half.policy_logprobs_N for half in halves])
@@ -212,7 +215,9 @@ def test_a_loss_sees_the_lag_of_each_tokens_version() -> None:
     for cap in (4096, 10):
         of = settings(micro_batch_tokens=cap)
         engine = Rank(of).engine
-        (minibatch,), _ = lay_out(groups, [data[0].rewards], of_versions, 1, of, engine, contexts=(0, 0, 0, 1))
+        (minibatch,), _ = lay_out(
+            StepBatch(groups, [data[0].rewards], of_versions, (0, 0, 0, 1)), 1, kind_of(of), of, engine
+        )
         lags_M = {
             int(place): lags_N.tolist()
             for inputs in minibatch.inputs

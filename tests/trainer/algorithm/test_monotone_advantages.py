@@ -9,7 +9,7 @@ import pytest
 
 from penstock.services.trainer.algorithm import advantages
 from penstock.services.trainer.algorithm.advantages import GROUP_ADVANTAGES, group_advantages, normalise
-from penstock.services.trainer.algorithm.loss.dpo import best_and_worst
+from penstock.services.trainer.algorithm.rules.dpo import best_and_worst
 from penstock.shared.settings.algorithm import AlgorithmSettings, Preset
 
 GROUPS, SAMPLES, TOKENS = 100_000, 6, 3
@@ -50,8 +50,8 @@ def of_preset(preset: Preset, rewards_GS: Rewards) -> Any:
     values_N = (
         np.repeat(np.random.default_rng(1).normal(size=len(rewards_GS)), rewards_GS.shape[1] * TOKENS) * of_critic
     )
-    discount, decay = (critic.discount, critic.decay) if of_critic else (1.0, 1.0)
-    advantages_N = advantages.gae(rewards_N, values_N, lengths, discount, decay)
+    decay = critic.decay if of_critic else 1.0
+    advantages_N = advantages.gae(rewards_N, values_N, lengths, 1.0, decay)
     normal_N = normalise(advantages_N, float(advantages_N.mean()), float(advantages_N.std()))
     return normal_N.reshape(*rewards_GS.shape, TOKENS)[..., 0]
 

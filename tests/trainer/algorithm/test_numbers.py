@@ -13,10 +13,13 @@ from hypothesis import strategies as st
 
 from penstock.services.trainer.algorithm import advantages, diagnostics
 from penstock.services.trainer.algorithm.advantages import group_advantages
-from penstock.services.trainer.algorithm.loss import aggregation, corrections, dpo, kl, losses, objective
+from penstock.services.trainer.algorithm.kinds import Objective, kind_of
+from penstock.services.trainer.algorithm.loss import aggregation, corrections, kl
+from penstock.services.trainer.algorithm.rules import cispo, clip, dpo, gspo, policy_gradient
 from penstock.services.trainer.batch import token_data
 from penstock.services.trainer.model import critic
 from penstock.services.trainer.model.layers.logits import TokenLogprobs
+from penstock.shared.settings import Settings
 from penstock.shared.settings.algorithm import AlgorithmSettings
 from tests.support import builders
 from tests.support.tolerance import ULPS
@@ -145,7 +148,7 @@ def test_an_empty_micro_batch_adds_nothing_and_still_has_a_gradient() -> None:
 
 
 def test_dual_clip_bounds_what_a_bad_token_that_became_likelier_costs() -> None:
-    loss = losses.clipped_ratio(
+    loss = clip.clipped_ratio(
         logs(5.0, 2.0, 5.0), torch.zeros(3), torch.tensor([-1.0, -1.0, 1.0]), 0.2, 0.2, dual_clip=3.0
     )
     assert loss.loss_N.tolist() == pytest.approx([3.0, 2.0, -1.2])
@@ -155,7 +158,7 @@ def test_dual_clip_bounds_what_a_bad_token_that_became_likelier_costs() -> None:
 def test_gspo_clips_whole_samples_by_their_mean_ratio() -> None:
     # means of 0.2, -0.1 and of 0.02, 0: exp(0.05) = 1.05127 > 1.04, exp(0.01) = 1.01005 is not
     policy, lengths = torch.tensor([0.2, -0.1, 0.02, 0.0]), torch.tensor([2, 2])
-    loss = losses.sequence_clipped_ratio(policy, torch.zeros(4), torch.ones(4), lengths, 0.03, 0.04)
+    loss = gspo.sequence_clipped_ratio(policy, torch.zeros(4), torch.ones(4), lengths, 0.03, 0.04)
     assert loss.loss_N.tolist() == pytest.approx([-1.04, -1.04, -1.0100502, -1.0100502], abs=ULPS)
     assert loss.clipped_high_N.tolist() == [True, True, False, False]
 
@@ -163,7 +166,7 @@ def test_gspo_clips_whole_samples_by_their_mean_ratio() -> None:
 @pytest.mark.parametrize(("mean", "has_gradient"), [(19.0, True), (21.0, False)])
 def test_beyond_the_bound_a_sequences_ratio_has_no_gradient(mean: float, has_gradient: bool) -> None:
     policy, lengths = torch.tensor([mean, mean], requires_grad=True), torch.tensor([2])
-    losses.sequence_clipped_ratio(policy, torch.zeros(2), -torch.ones(2), lengths, 0.2, 0.2).loss_N.sum().backward()
+    gspo.sequence_clipped_ratio(policy, torch.zeros(2), -torch.ones(2), lengths, 0.2, 0.2).loss_N.sum().backward()
     assert policy.grad is not None
     assert (policy.grad > 0).tolist() == [has_gradient] * 2
 
@@ -172,7 +175,7 @@ def test_gspos_token_form_has_the_gradient_of_its_sequence_form() -> None:
     lengths, anchor = torch.tensor([2, 3]), torch.tensor([-1.0, -0.7, -0.2, -2.0, -1.1])
     token = torch.tensor([-1.1, -0.6, -0.3, -1.8, -1.0], requires_grad=True)
     advantages_S = torch.tensor([1.0, -2.0])
-    loss = losses.sequence_clipped_ratio(token, anchor, advantages_S.repeat_interleave(lengths), lengths, 0.9, 9.0)
+    loss = gspo.sequence_clipped_ratio(token, anchor, advantages_S.repeat_interleave(lengths), lengths, 0.9, 9.0)
     aggregation.total(loss.loss_N, lengths, "sequence").backward()
     whole = token.detach().clone().requires_grad_()
     ratio_S = torch.stack([(whole - anchor)[:2].mean(), (whole - anchor)[2:].mean()]).exp()
@@ -184,7 +187,7 @@ def test_gspos_token_form_has_the_gradient_of_its_sequence_form() -> None:
 
 def test_cispo_keeps_every_tokens_gradient_with_a_bounded_weight() -> None:
     policy = logs(3.0, 0.5).requires_grad_()
-    loss = losses.clipped_weight(policy, torch.zeros(2), torch.tensor([1.0, 1.0]), clip_high=1.0)
+    loss = cispo.clipped_weight(policy, torch.zeros(2), torch.tensor([1.0, 1.0]), clip_high=1.0)
     loss.loss_N.sum().backward()
     assert policy.grad is not None
     assert policy.grad.tolist() == pytest.approx([-2.0, -0.5])  # the weights, not the derivatives of the ratios
@@ -193,14 +196,14 @@ def test_cispo_keeps_every_tokens_gradient_with_a_bounded_weight() -> None:
 
 def test_the_policy_gradient_is_the_advantage() -> None:
     policy = logs(0.3, 0.5).requires_grad_()
-    losses.policy_gradient(policy, torch.tensor([2.0, -1.0])).loss_N.sum().backward()
+    policy_gradient.policy_gradient(policy, torch.tensor([2.0, -1.0])).loss_N.sum().backward()
     assert policy.grad is not None
     assert policy.grad.tolist() == [-2.0, 1.0]
 
 
 PRESETS: dict[str, dict[str, Any]] = {
     "clip": {"preset": "grpo"},
-    "dual clip": {"preset": "grpo", "dual_clip": 3.0},
+    "dual clip": {"preset": "grpo", "clip": (0.2, 0.2, 3.0)},
     "gspo": {"preset": "gspo"},
     "cispo": {"preset": "cispo"},
     "policy gradient": {"preset": "reinforce"},
@@ -211,7 +214,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
-def _objective(log_ratios: list[float], advantage: float, **algorithm: Any) -> tuple[objective.Objective, torch.Tensor]:
+def _objective(log_ratios: list[float], advantage: float, **algorithm: Any) -> tuple[Objective, torch.Tensor]:
     samples = np.array([len(log_ratios)])
     policy = torch.full((len(log_ratios),), -1.0, requires_grad=True)
     batch: Any = mock.Mock(lengths_S=samples, places_S=np.array([0]))
@@ -223,10 +226,8 @@ def _objective(log_ratios: list[float], advantage: float, **algorithm: Any) -> t
         reference_logprobs_N=-1.0 + torch.tensor(log_ratios),
         advantages_N=torch.full((len(log_ratios),), advantage),
     )
-    settings = AlgorithmSettings.model_validate({"max_lag": 0, **algorithm})
-    out = objective.objective(
-        known, TokenLogprobs(policy, torch.zeros(len(log_ratios))), settings, settings.kl.coefficient
-    )
+    kind = kind_of(Settings.model_validate({"algorithm": {"max_lag": 0, **algorithm}}))
+    out = kind.objective(known, TokenLogprobs(policy, torch.zeros(len(log_ratios))))
     (gradient,) = torch.autograd.grad(torch.stack(list(out.sums.values())).sum(), policy)
     return out, gradient
 
@@ -342,12 +343,6 @@ def test_the_gradient_of_k2_in_a_loss_is_that_of_the_kl_and_that_of_k1_is_nothin
     assert logits.grad is not None
     assert torch.allclose(collected["k1"], torch.zeros(3), atol=ULPS)
     assert torch.allclose(collected["k2"], logits.grad, atol=ULPS)
-
-
-def test_the_coefficient_moves_towards_the_target_by_at_most_a_fifth_a_horizon() -> None:
-    assert kl.next_coefficient(0.1, measured=0.11, target=0.1, samples=100, horizon=1000) == pytest.approx(0.101)
-    assert kl.next_coefficient(0.1, measured=9.0, target=0.1, samples=100, horizon=1000) == pytest.approx(0.102)
-    assert kl.next_coefficient(0.1, measured=0.0, target=0.1, samples=100, horizon=1000) == pytest.approx(0.098)
 
 
 def test_a_groups_pair_is_its_best_and_its_worst() -> None:

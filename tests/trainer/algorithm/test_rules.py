@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from penstock.services.trainer.algorithm.advantages import group_advantages
 from penstock.services.trainer.algorithm.loss.kl import estimate
-from penstock.services.trainer.algorithm.loss.losses import clipped_ratio
-from penstock.services.trainer.algorithm.schedule import learning_rate
+from penstock.services.trainer.algorithm.rules.clip import clipped_ratio
+from penstock.services.trainer.algorithm.schedule import scheduled
 from penstock.services.trainer.batch.packing import MicroBatch, PackedRow, micro_batch, plan, split_row
 from penstock.services.trainer.batch.staleness import (
     are_long,
@@ -170,10 +170,10 @@ def test_context_is_computed_and_not_trained() -> None:
 
 def test_the_learning_rate_depends_on_the_step_alone() -> None:
     settings = TrainerSettings(learning_rate=1.0, warmup_steps=4, schedule="linear", final_learning_rate=0.2)
-    assert [learning_rate(settings, step, 14) for step in (1, 4, 9, 14)] == pytest.approx([0.25, 1.0, 0.6, 0.2])
+    assert [scheduled(settings, 1.0, step, 14) for step in (1, 4, 9, 14)] == pytest.approx([0.25, 1.0, 0.6, 0.2])
     cosine = TrainerSettings(learning_rate=1.0, schedule="cosine")
-    assert learning_rate(cosine, 5, 10) == pytest.approx(0.5)
-    assert learning_rate(TrainerSettings(learning_rate=0.3), 10**6, 10) == 0.3
+    assert scheduled(cosine, 1.0, 5, 10) == pytest.approx(0.5)
+    assert scheduled(TrainerSettings(), 0.3, 10**6, 10) == 0.3
 
 
 def row(prompt: int, *lengths: int) -> PackedRow:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock.services.trainer.algorithm.loss.top_k import top_k_kl
+from penstock.services.trainer.algorithm.rules.distillation import top_k_kl
 from penstock.services.trainer.batch.packing import PackedRow, micro_batch
 from penstock.services.trainer.model.layers.logits import token_logprobs
 from penstock.shared.bus.encoding import wire
@@ -227,7 +227,10 @@ def test_a_journalled_group_with_other_most_probable_tokens_is_refused_by_name(
 @pytest.mark.parametrize(
     ("tables", "sentence"),
     [
-        ({"algorithm": {"distillation_top_k": 4}}, "expected algorithm.distillation > 0 with algorithm.distillation_t"),
+        (
+            {"algorithm": {"distillation_top_k": 4}},
+            "algorithm.distillation_top_k to be left out with algorithm.distillation = 0",
+        ),
         ({"algorithm": {**ALONE, "distillation_skew": 0.1}}, "expected algorithm.distillation_skew = 0 with algorithm"),
         ({"algorithm": {**ALONE, "distillation_top_k": 65}}, "less than or equal to 64"),
         ({"algorithm": ALONE, "sampling": {"top_k": 20}}, "expected no top_p, top_k, min_p"),

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from penstock.services.trainer.algorithm.advantages import GroupAdvantage, group_advantages
-from penstock.services.trainer.algorithm.loss import corrections, kl, losses
+from penstock.services.trainer.algorithm.loss import corrections, kl
 from penstock.services.trainer.algorithm.loss.aggregation import Aggregation, Count, divisor, sequence_sums, total
-from penstock.services.trainer.algorithm.loss.dpo import dpo
+from penstock.services.trainer.algorithm.rules import cispo, clip, gspo
+from penstock.services.trainer.algorithm.rules.dpo import dpo
 from tests.support.tolerance import ULPS
 
 B, T, LONGEST = 6, 7, 16
@@ -98,34 +99,34 @@ def flat(tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("seed", [0, 1])
 def test_the_clipped_ratio_is_trls_in_each_aggregation(loss_type: str, aggregation: Aggregation, seed: int) -> None:
     tensors = Tensors(seed)
-    ours = losses.clipped_ratio(*flat(tensors), 0.2, 0.28).loss_N
+    ours = clip.clipped_ratio(*flat(tensors), 0.2, 0.28).loss_N
     assert_agree(tensors, whole(tensors, ours, aggregation), their_loss(tensors, loss_type))
 
 
 def test_dual_clip_is_trls_delta() -> None:
     tensors = Tensors()
-    ours = losses.clipped_ratio(*flat(tensors), 0.2, 0.28, dual_clip=1.5).loss_N
+    ours = clip.clipped_ratio(*flat(tensors), 0.2, 0.28, dual_clip=1.5).loss_N
     assert_agree(tensors, whole(tensors, ours, "sequence"), their_loss(tensors, "grpo", delta=1.5))
 
 
 def test_gspo_is_trls_grpo_at_sequence_level() -> None:
     tensors = Tensors()
     policy, old, advantages = flat(tensors)
-    ours = losses.sequence_clipped_ratio(policy, old, advantages, tensors.lengths, 0.1, 0.15).loss_N
+    ours = gspo.sequence_clipped_ratio(policy, old, advantages, tensors.lengths, 0.1, 0.15).loss_N
     theirs = their_loss(tensors, "grpo", importance_sampling_level="sequence", epsilon_low=0.1, epsilon_high=0.15)
     assert_agree(tensors, whole(tensors, ours, "sequence"), theirs)
 
 
 def test_cispo_is_trls_whose_bound_is_the_weight_itself() -> None:
     tensors = Tensors()
-    ours = losses.clipped_weight(*flat(tensors), clip_high=0.5).loss_N
+    ours = cispo.clipped_weight(*flat(tensors), clip_high=0.5).loss_N
     assert_agree(tensors, whole(tensors, ours, "token"), their_loss(tensors, "cispo", epsilon_high=1.5))
 
 
 def test_the_kl_in_the_loss_is_trls() -> None:
     tensors = Tensors()
     policy, old, advantages = flat(tensors)
-    ours = losses.clipped_ratio(policy, old, advantages, 0.2, 0.28).loss_N
+    ours = clip.clipped_ratio(policy, old, advantages, 0.2, 0.28).loss_N
     ours = ours + 0.3 * kl.estimate(policy, tensors.flat(tensors.reference), "k3")
     assert_agree(tensors, whole(tensors, ours, "token"), their_loss(tensors, "bnpo", beta=0.3))
 
@@ -140,7 +141,7 @@ def test_corrections_are_trls_for_what_vllm_sampled(kind: corrections.Correction
     ratio = ratio.clamp(max=1.3) if kind.endswith("tis") else masked
     policy, old, advantages = flat(tensors)
     weights = corrections.weights(old, tensors.flat(tensors.sampled), tensors.lengths, kind, 0.8, 1.3)
-    ours = losses.clipped_ratio(policy, old, advantages, 0.2, 0.28).loss_N * weights
+    ours = clip.clipped_ratio(policy, old, advantages, 0.2, 0.28).loss_N * weights
     assert int((weights != 1.0).sum()) > 0
     assert_agree(tensors, whole(tensors, ours, "token"), their_loss(tensors, "bnpo", importance_sampling_ratio=ratio))
 

@@ -138,8 +138,8 @@ def timeless(measured: dict[str, float]) -> dict[str, float]:
 VARIANTS: list[dict[str, Any]] = [
     *[{"preset": preset} for preset in get_args(Preset)],
     {"preset": "grpo", "kl": {"coefficient": 0.1, "where": "reward", "estimator": "k1"}, "epochs": 2},
-    {"preset": "reinforce_pp", "kl": {"coefficient": 0.1, "where": "reward", "estimator": "k1", "target": 0.05}},
-    {"preset": "grpo", "kl": {"coefficient": 0.1, "target": 0.01}, "entropy_bonus": 0.01, "dual_clip": 3.0},
+    {"preset": "reinforce_pp", "kl": {"coefficient": 0.1, "where": "reward", "estimator": "k1"}},
+    {"preset": "grpo", "kl": {"coefficient": 0.1}, "entropy_bonus": 0.01, "clip": (0.2, 0.2, 3.0)},
     {"preset": "ppo", "epochs": 2, "minibatches": 2, "aggregation": "sequence"},
     {"preset": "tis", "correction": "sequence_mask", "minibatches": 2},
     {"preset": "tis", "correction": "geometric_mask", "overlong": (0.5, 1.0)},
@@ -158,7 +158,6 @@ def test_every_variant_moves_the_weights_and_a_replay_repeats_it_to_the_bit(vari
     moved = [name for name in before if not torch.equal(before[name], after[name])]
     assert len(moved) == len(before)
     assert all(torch.equal(after[name], again[name]) for name in after)
-    assert first.learner.kl_coefficient == second.learner.kl_coefficient
 
 
 @pytest.mark.parametrize(
@@ -226,14 +225,6 @@ def test_preferences_are_learned() -> None:
 def test_tokens_outside_the_band_are_masked_and_counted() -> None:
     metrics = Rank(settings(preset="icepop", correction_band=(0.9, 1.1))).learn(batch(gap=0.5))
     assert 0.3 < metrics["masked_fraction"] < 1.0
-
-
-def test_a_steered_coefficient_rises_while_the_policy_is_too_far() -> None:
-    trained = Rank(settings(kl={"coefficient": 0.1, "target": 1e-9}))
-    for step in (1, 2, 3):
-        trained.learn(batch(), step)
-    # 16 of 10,000 samples: 0.2 · 16 / 10,000 per step up once it moved; at first as much down
-    assert trained.learner.kl_coefficient == pytest.approx(0.1 * 0.99968 * 1.00032 * 1.00032)
 
 
 def test_the_moments_are_those_of_all_values() -> None:
@@ -322,7 +313,7 @@ def test_each_stream_is_divided_by_its_own_tokens_however_they_are_packed(aggreg
 )
 def test_reference_logprobs_that_came_with_their_groups_make_the_same_step(algorithm: dict[str, Any]) -> None:
     own, travelled = Rank(settings(**algorithm)), Rank(settings(reference="reward", **algorithm))
-    assert travelled.learner._reference is None
+    assert travelled.learner._estimates._reference is None
     frozen = policy().eval()
     with torch.no_grad():
         came = [

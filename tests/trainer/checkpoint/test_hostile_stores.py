@@ -410,7 +410,7 @@ OPENERS: dict[str, Callable[[str], object]] = {
     "trainer": lambda model: load_model(PolicySettings(model=model), torch.float32),
     "rollout": lambda model: open_model(PolicySettings(model=model), tiny.tokenizer(), "cpu"),
     "vllm": lambda model: check_for_vllm(PolicySettings(model=model)),
-    "reward": lambda model: RewardModel(ModelScorer(kind="model", model=model), None, reward_models.WORK),
+    "reward": lambda model: RewardModel(ModelScorer(kind="model", model=model), reward_models.WORK),
     "reference": lambda model: Reference(Settings.model_validate({"policy": {"model": model}})),
 }
 

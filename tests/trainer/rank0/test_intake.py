@@ -664,7 +664,7 @@ async def test_a_step_waits_no_longer_than_it_may_nor_for_later_groups(bus: Bus)
     for group_id in (0, 2):
         await put(bus, group_id)
     limited = settings("wait")
-    limited = limited.model_copy(update={"algorithm": limited.algorithm.model_copy(update={"wait_s": 0.3})})
+    limited = limited.model_copy(update={"internal": limited.internal.model_copy(update={"stale_wait_s": 0.3})})
     intake = Intake(bus, Live(bus, limited), {V(0): 0})
     async with filling(intake):
         batch = await intake.next_batch(0, wait_s=PATIENCE_S)

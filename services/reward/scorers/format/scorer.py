@@ -1,4 +1,4 @@
-"""Check a completion's form: the weighted share of declared rules that hold (docs/rewards.md, "Format").
+"""Check a completion's form: the share of declared rules that hold (docs/rewards.md, "Format").
 
 Tags are matched literally, without attributes or nesting. Pattern and schema are checked in a killable process
 (:mod:`checks`), a group at a time; if that fails, each text alone.
@@ -28,7 +28,6 @@ from penstock.shared.bus.messages import RolloutGroup, Sample, Score, ScoreStatu
 from penstock.shared.errors import SettingsError, TemporaryError
 from penstock.shared.extras import install_command
 from penstock.shared.settings.rewards import scorers
-from penstock.shared.settings.rewards.scorers import FormatRule
 
 _SHORT = 4_000
 """Characters; longer texts are read in chunks of this size."""
@@ -86,16 +85,10 @@ class FormatChecker:
         )
         self._checkers = Processes((*_COMMAND, json.dumps(slow)), 1, scorer.name, computes=True) if slow else None
         self._failed = Recent(_REMEMBERED)
-        rules = self._declared()
-        if not rules:
+        if not (scorer.tags or slow or scorer.scripts or any(scorer.tokens) or scorer.needs_stop):
             raise SettingsError(
                 f"scorer {scorer.name!r} has no rule: give "
-                "it tags, pattern, characters, needs_stop or another in [[reward.scorers]]"
-            )
-        if unused := set(scorer.weights) - rules:
-            raise SettingsError(
-                f"expected weights of rules that scorer {scorer.name!r} has ({', '.join(sorted(rules))}), found "
-                f"{min(unused)!r}: change weights in [[reward.scorers]]"
+                "it tags, pattern, tokens, needs_stop or another in [[reward.scorers]]"
             )
 
     def _compiled(self, setting: str, compiled: Callable[[], "regex.Pattern[str]"]) -> "regex.Pattern[str]":
@@ -110,21 +103,6 @@ class FormatChecker:
                 f"expected {expected} of scorer {self.name!r}, found {value!r} "
                 f"({error}): change {setting} in [[reward.scorers]]"
             ) from error
-
-    def _declared(self) -> set[FormatRule]:
-        rules = self._scorer
-        declared: dict[FormatRule, bool] = {
-            "tags": bool(rules.tags),
-            "order": len(rules.tags) > 1,
-            "outside": rules.nothing_outside and bool(rules.tags),
-            "pattern": bool(rules.pattern),
-            "length": any(rules.characters),
-            "tokens": any(rules.tokens),
-            "scripts": bool(rules.scripts),
-            "json": bool(rules.json_schema),
-            "stop": rules.needs_stop,
-        }
-        return {rule for rule, is_declared in declared.items() if is_declared}
 
     async def start(self) -> None:
         if self._checkers is None:
@@ -214,13 +192,11 @@ class FormatChecker:
         self._failed.put(failed, *check)
         return failed
 
-    def _valued(self, rules: list[tuple[FormatRule, str]]) -> Score:
-        weights = [self._scorer.weights.get(rule, 1.0) for rule, _ in rules]
-        broken = [problem for _, problem in rules if problem]
+    def _valued(self, problems: list[str]) -> Score:
+        broken = [problem for problem in problems if problem]
         if not broken:
             return valued(self.name, ScoreStatus.OK, 1.0)
-        lost = sum(weight for weight, (_, problem) in zip(weights, rules, strict=True) if problem)
-        return valued(self.name, ScoreStatus.WRONG_FORMAT, max(0.0, 1 - lost / sum(weights)), broken[0])
+        return valued(self.name, ScoreStatus.WRONG_FORMAT, 1 - len(broken) / len(problems), broken[0])
 
     async def _script_problem(self, text: str) -> str:
         script, rules = self._script, self._scorer
@@ -237,26 +213,22 @@ class FormatChecker:
         names = ", ".join(rules.scripts)
         return f"expected a share of {_MIN_SCRIPT_SHARE:g} of letters in {names}, found {share:.3g}"
 
-    def _broken(self, sample: Sample, problems: dict[_Check, str], script_problem: str) -> list[tuple[FormatRule, str]]:
+    def _broken(self, sample: Sample, problems: dict[_Check, str], script_problem: str) -> list[str]:
         return list(self._rules(sample, problems, script_problem))
 
-    def _rules(
-        self, sample: Sample, problems: dict[_Check, str], script_problem: str
-    ) -> Iterator[tuple[FormatRule, str]]:
+    def _rules(self, sample: Sample, problems: dict[_Check, str], script_problem: str) -> Iterator[str]:
         text, rules = sample.text, self._scorer
         yield from _tag_rules(rules, text)
         if rules.pattern:
-            yield "pattern", problems["pattern", text]
-        if any(rules.characters):
-            yield "length", _broken_length(len(text), *rules.characters, "characters")
+            yield problems["pattern", text]
         if any(rules.tokens):
-            yield "tokens", _broken_length(len(sample.token_ids), *rules.tokens, "tokens")
+            yield _broken_length(len(sample.token_ids), *rules.tokens)
         if rules.scripts:
-            yield "scripts", script_problem
+            yield script_problem
         if rules.json_schema:
-            yield "json", self._json_problem(text, problems)
+            yield self._json_problem(text, problems)
         if rules.needs_stop:
-            yield "stop", "the completion was cut at its length limit" if is_cut(sample) else ""
+            yield "the completion was cut at its length limit" if is_cut(sample) else ""
 
     def _json_problem(self, text: str, problems: dict[_Check, str]) -> str:
         content = self._json_content(text)
@@ -277,17 +249,17 @@ def _batches(checks: Iterable[_Check]) -> Iterator[list[_Check]]:
         yield batch
 
 
-def _tag_rules(rules: scorers.FormatScorer, text: str) -> Iterator[tuple[FormatRule, str]]:
+def _tag_rules(rules: scorers.FormatScorer, text: str) -> Iterator[str]:
     declared = [_Tag.read(written) for written in rules.tags]
     rule_places = [(rule, spans(text, rule.tag)) for rule in declared]
     for rule, places in rule_places:
-        yield "tags", _broken_tag(rule, places, text)
+        yield _broken_tag(rule, places, text)
     if len(rules.tags) > 1:
         missing = [rule.tag for rule, places in rule_places if rule.required and not places]
         firsts = [(rule.tag, places[0]) for rule, places in rule_places if places]
-        yield "order", f"expected <{missing[0]}> in its place" if missing else _broken_order(firsts)
+        yield f"expected <{missing[0]}> in its place" if missing else _broken_order(firsts)
     if rules.nothing_outside and rules.tags:
-        yield "outside", _broken_outside(text, [span for _, places in rule_places for span in places])
+        yield _broken_outside(text, [span for _, places in rule_places for span in places])
 
 
 def spans(text: str, tag: str) -> list[TextSpan]:
@@ -331,11 +303,11 @@ def _broken_outside(text: str, inside: list[TextSpan]) -> str:
     return "expected nothing outside the tags" if text[position:].strip() else ""
 
 
-def _broken_length(length: int, least: int, most: int, unit: str) -> str:
+def _broken_length(length: int, least: int, most: int) -> str:
     if length < least:
-        return f"expected at least {least} {unit}, found {length}"
+        return f"expected at least {least} tokens, found {length}"
     if most and length > most:
-        return f"expected at most {most} {unit}, found {length}"
+        return f"expected at most {most} tokens, found {length}"
     return ""
 
 

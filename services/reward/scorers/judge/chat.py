@@ -34,7 +34,6 @@ class ChatClient:
             "chat message",
             timeout_s=scorer.timeout_s,
             concurrency=scorer.concurrency,
-            requests_per_s=scorer.requests_per_s,
         )
 
     async def close(self) -> None:
@@ -52,10 +51,9 @@ class ChatClient:
         return await self._endpoint.ask("chat/completions", self._body(question), self._content, verdict)
 
     def _body(self, question: str) -> dict[str, object]:
-        messages = [{"role": "system", "content": self._scorer.system}] if self._scorer.system else []
         return {
             "model": self._scorer.model,
-            "messages": [*messages, {"role": "user", "content": question}],
+            "messages": [{"role": "user", "content": question}],
             **_REQUEST,
             **self._scorer.request,
         }

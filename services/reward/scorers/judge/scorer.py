@@ -2,7 +2,6 @@
 
 import asyncio
 
-from penstock.services.reward.endpoint import NoVerdict
 from penstock.services.reward.scorers.judge.chat import ChatClient
 from penstock.services.reward.scorers.judge.verdict import VerdictReader, fill
 from penstock.services.reward.scorers.scorer import unavailable, valued
@@ -48,10 +47,6 @@ class Judge:
     async def _ask(self, question: str) -> Score:
         try:
             value = await self._client.ask(question, self._reader.read)
-        except NoVerdict as error:
-            if self._scorer.on_unparsable == "zero":
-                return valued(self.name, ScoreStatus.CRASHED, 0.0, str(error))
-            return unavailable(self.name, str(error))
         except TemporaryError as error:
             return unavailable(self.name, str(error))
         return valued(self.name, ScoreStatus.OK, value)

@@ -1,5 +1,1 @@
-"""Formulas of the loss; none of them knows packing, ranks or DeepSpeed.
-
-losses × corrections ─┐
-kl, dpo ──────────────┴──▶ objective ──▶ aggregation (from tokens to one number)
-"""
+"""Parts of formulas that the losses in ``rules`` share; none of them knows packing, ranks or DeepSpeed."""

@@ -1,4 +1,4 @@
-"""Per-token estimates of the KL divergence, and the KL coefficient.
+"""Per-token estimates of the KL divergence.
 
 For tokens drawn from p, with ``x = log q − log p`` (Schulman 2020, "Approximating KL divergence"), KL(p ‖ q) is
 estimated by::
@@ -43,17 +43,3 @@ def estimate(sampled_logprobs_N: Tensor, other_logprobs_N: Tensor, estimator: Es
         return 0.5 * difference_N.square()
     near_N = difference_N.clamp(max=K3_TANGENT_AT)
     return torch.expm1(near_N) - near_N + math.expm1(K3_TANGENT_AT) * (difference_N - near_N)
-
-
-HORIZON = 10_000
-"""Samples in which the coefficient changes by the whole error (Ziegler et al.)."""
-
-
-def next_coefficient(coefficient: float, measured: float, target: float, samples: int, horizon: int = HORIZON) -> float:
-    """Return the next step's coefficient, to move the mean KL per token (nats) towards ``target``.
-
-    ``e = clip(measured / target − 1, −0.2, 0.2)``, ``coefficient · (1 + e · samples / horizon)`` (Ziegler et al. 2019,
-    arXiv:1909.08593, §2.2).
-    """
-    error = min(0.2, max(-0.2, measured / target - 1.0))
-    return coefficient * (1.0 + error * samples / horizon)
