@@ -17,7 +17,7 @@ import uvloop
 from starlette.requests import ClientDisconnect
 from starlette.types import Message
 
-from benchmarks.bus.throughput import api_flood
+from benchmarks.bus import api_flood
 from penstock.services.coordinator.api.app import make_app
 from penstock.services.coordinator.api.auth import Access
 from penstock.services.coordinator.api.bodies import Bodies, BodyBounds, BodyRefused

@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import numpy as np
 
-from benchmarks.bus.throughput import api_history
+from benchmarks.bus import api_history
 from penstock.services.coordinator.api.app import make_app
 from penstock.shared.bus.bus import Bus
 from penstock.shared.bus.encoding import wire
