@@ -67,10 +67,9 @@ from shared.inputs import INPUTS, Inputs, read_inputs, settle_inputs
 from shared.placement.grants import DeviceGrants
 from shared.process.service import Context, serve
 from shared.process.telemetry import Status, tell
-from shared.settings import Settings
+from shared.settings import RunKind, Settings
 from shared.settings.evaluation import HeldOutSet
 from shared.settings.guards import OF_GENERATION, Guard, GuardsSettings
-from shared.settings.kinds import RunKind
 from shared.settings.rewards.scorers import AnswerScorer
 
 _CLOSE_WITHIN_S = 8.0

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from torch import nn
 
-from services.trainer.algorithm.reference import Reference
+from services.trainer.algorithm.estimates import Reference
 from services.trainer.algorithm.step_totals import NotFinite
 from services.trainer.algorithm.update import Learner
 from services.trainer.checkpoint import local_store

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from services.trainer.algorithm.reference import AdapterOff, Reference
+from services.trainer.algorithm.estimates import AdapterOff, Reference
 from services.trainer.loop import Trainer
 from services.trainer.model import adapter, warm_up
 from services.trainer.model.critic import Critic

@@ -16,7 +16,6 @@ from shared.settings.algorithm import AlgorithmSettings
 from shared.settings.evaluation import EvaluationSettings
 from shared.settings.guards import GuardsSettings
 from shared.settings.internal import InternalSettings
-from shared.settings.kinds import RunKind
 from shared.settings.placement import PlacementSettings, check_placement
 from shared.settings.policy import FabricSettings, PolicySettings, WeightsSettings
 from shared.settings.rewards.models import ModelWork
@@ -26,6 +25,7 @@ from shared.settings.run import (
     BusSettings,
     CoordinatorSettings,
     DataSettings,
+    RunKind,
     RunSettings,
     TelemetrySettings,
     TrackingSettings,

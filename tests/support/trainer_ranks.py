@@ -16,7 +16,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from services.trainer.algorithm.reference import AdapterOff, Reference
+from services.trainer.algorithm.estimates import AdapterOff, Reference
 from services.trainer.algorithm.update import Learner
 from services.trainer.batch.packing import micro_batch
 from services.trainer.checkpoint import commits, local_store

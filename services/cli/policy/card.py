@@ -12,8 +12,7 @@ import tomli_w
 
 from services.coordinator.records.jsonl import read
 from services.coordinator.records.summary import one_line_a_step
-from shared.settings import Settings
-from shared.settings.kinds import RunKind
+from shared.settings import RunKind, Settings
 from shared.settings.reading.published import public_text, published
 
 _CURVES = ("reward_mean", "kl_mean", "entropy", "response_tokens_mean", "lag_mean")

@@ -12,8 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from services.trainer.algorithm.group_filter import FilterError, try_filter
-from services.trainer.algorithm.user_function import load
+from services.trainer.algorithm.group_filter import FilterError, load, try_filter
 from shared.bus.messages import Float32Array
 from shared.errors import SettingsError
 from shared.settings.algorithm import AlgorithmSettings

@@ -18,7 +18,6 @@ from services.trainer.algorithm.diagnostics import TokenFigures
 from services.trainer.algorithm.loss import corrections
 from services.trainer.algorithm.loss.aggregation import Count, Stream, divisor, of_stream, total
 from services.trainer.algorithm.loss.kl import estimate
-from services.trainer.algorithm.loss.token_loss import TokenLoss, Tokens
 from services.trainer.algorithm.rules.distillation import kl_over_top_k
 from services.trainer.algorithm.token_advantages import assign
 from services.trainer.batch.token_data import LossInputs
@@ -26,6 +25,26 @@ from services.trainer.model.layers.logits import TokenLogprobs
 from shared.bus.messages import Float32Array
 from shared.settings import Settings
 from shared.settings.algorithm import AlgorithmSettings
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tokens:
+    """The trained tokens (N) of a forward pass; the ratio ``ρ = exp(policy − anchor)`` starts from the anchor."""
+
+    inputs: LossInputs
+    out: TokenLogprobs
+    policy_N: Tensor
+    anchor_N: Tensor
+    advantages_N: Tensor
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TokenLoss:
+    """Loss of each token, and whether a bound removed its gradient (for CISPO: limited its weight)."""
+
+    loss_N: Tensor
+    clipped_low_N: Tensor
+    clipped_high_N: Tensor
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -134,7 +153,8 @@ class Samples(Kind):
 def kind_of(settings: Settings) -> Kind:
     """Return the kind of the run's batches, from the file of its loss."""
     name = "own" if ":" in settings.algorithm.loss else settings.algorithm.loss
-    kind: Kind = importlib.import_module(f"services.trainer.algorithm.rules.{name}").kind(settings)
+    rule = importlib.import_module(f"services.trainer.algorithm.rules.{name}")
+    kind: Kind = rule.Batches(settings) if hasattr(rule, "Batches") else Samples(settings, rule.loss)
     return kind
 
 

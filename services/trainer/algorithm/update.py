@@ -15,13 +15,11 @@ import torch.distributed as dist
 from services.trainer.algorithm import functions
 from services.trainer.algorithm.advantages import shaped_rewards
 from services.trainer.algorithm.backward import Passes
-from services.trainer.algorithm.estimates import Estimates
-from services.trainer.algorithm.figures import look_back, settings_digest
+from services.trainer.algorithm.estimates import Estimates, Reference
 from services.trainer.algorithm.kinds import kind_of
 from services.trainer.algorithm.minibatches import StepBatch, lay_out
-from services.trainer.algorithm.reference import Reference
 from services.trainer.algorithm.schedule import critic_learning_rate, learning_rate
-from services.trainer.algorithm.step_totals import check_finite
+from services.trainer.algorithm.step_totals import check_finite, look_back, settings_digest
 from services.trainer.model.engine import TrainingEngine
 from services.trainer.model.forward_passes import ForwardPasses
 from services.trainer.phases import Phases, utilisation

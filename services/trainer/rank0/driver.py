@@ -48,8 +48,7 @@ from shared.errors import Fenced, WeightsError
 from shared.placement.turns import TrainerTurns
 from shared.process.service import Context, seconds_left
 from shared.process.telemetry import tell
-from shared.settings import Settings
-from shared.settings.kinds import RunKind
+from shared.settings import RunKind, Settings
 from shared.traces import TRACES
 
 log = logging.getLogger(__name__)

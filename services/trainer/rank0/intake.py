@@ -49,8 +49,7 @@ from shared.bus.stores.replicas.live_settings import Live
 from shared.bus.streams import EXPERIENCE
 from shared.errors import Fenced, MessageError
 from shared.process.telemetry import tell
-from shared.settings import Settings
-from shared.settings.kinds import RunKind
+from shared.settings import RunKind, Settings
 from shared.settings.rollout import MOST_KEPT
 
 log = logging.getLogger(__name__)

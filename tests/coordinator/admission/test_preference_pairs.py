@@ -12,8 +12,7 @@ from shared.bus import streams
 from shared.bus.bus import Bus
 from shared.bus.messages import Experience, Purpose
 from shared.errors import SettingsError
-from shared.settings import Settings
-from shared.settings.kinds import RunKind
+from shared.settings import RunKind, Settings
 from shared.settings.reading.loading import is_given
 from tests.coordinator.admission import test_demonstrations
 from tests.coordinator.admission.test_admission import start

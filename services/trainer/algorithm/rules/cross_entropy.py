@@ -9,14 +9,9 @@ from services.trainer.algorithm.kinds import Kind, Objective, imitated, unclippe
 from services.trainer.algorithm.loss.aggregation import Count, Stream
 from services.trainer.batch.token_data import LossInputs
 from services.trainer.model.layers.logits import TokenLogprobs
-from shared.settings import Settings
 
 
-def kind(settings: Settings) -> Kind:
-    return Demonstrations(settings)
-
-
-class Demonstrations(Kind):
+class Batches(Kind):
     """Rows with a completion."""
 
     def objective(self, inputs: LossInputs, out: TokenLogprobs) -> Objective:

@@ -18,14 +18,9 @@ from services.trainer.algorithm.loss.aggregation import Count, Stream, sequence_
 from services.trainer.batch.token_data import LossInputs
 from services.trainer.model.layers.logits import TokenLogprobs
 from shared.bus.messages import Float32Array
-from shared.settings import Settings
 
 
-def kind(settings: Settings) -> Kind:
-    return Pairs(settings)
-
-
-class Pairs(Kind):
+class Batches(Kind):
     """Preferences; the samples of pairs that no policy drew count as those of others."""
 
     together = 2

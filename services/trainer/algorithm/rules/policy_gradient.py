@@ -3,14 +3,8 @@
 import torch
 from torch import Tensor
 
-from services.trainer.algorithm.kinds import Samples
-from services.trainer.algorithm.loss.token_loss import TokenLoss, Tokens
-from shared.settings import Settings
+from services.trainer.algorithm.kinds import TokenLoss, Tokens
 from shared.settings.algorithm import AlgorithmSettings
-
-
-def kind(settings: Settings) -> Samples:
-    return Samples(settings, loss)
 
 
 def loss(tokens: Tokens, _: AlgorithmSettings) -> TokenLoss:
