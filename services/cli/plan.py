@@ -19,8 +19,7 @@ from penstock.services.plan.rates import SLOWED
 from penstock.services.plan.report import Plan, text
 from penstock.services.plan.workload import Workload, snapshots_of, workload_of
 from penstock.shared.errors import SettingsError
-from penstock.shared.settings import Settings, load, loads
-from penstock.shared.settings.kinds import RunKind
+from penstock.shared.settings import RunKind, Settings, load, loads
 
 _HOSTS, _DECODING = (0.1, 2.0), (0.1, 10.0)
 """Seconds of an engine's scheduler, over those of vLLM's own on the measured hosts, and of decoding steps over the planned

@@ -117,7 +117,8 @@ def markdown() -> str:
         "",
         "Every setting, by section of the run's TOML file. Environment variables (`PENSTOCK__TRAINER__RANKS=2`) override the",
         "file, and flags (`--trainer.ranks 2`) override both. `penstock settings` shows the common ones. This page is written by",
-        "`python -m penstock.services.cli.settings_help docs/reference/settings.md`. [Algorithms](../algorithms.md#presets) has the presets.",
+        "`python -m penstock.services.cli.settings_help docs/reference/settings.md`;",
+        "[Algorithms](../algorithms.md#presets) has the presets.",
     ]
     listed = [entry for entry in entries() if entry.kind]
     for section, group in groupby(listed, lambda entry: entry.section):

@@ -67,10 +67,9 @@ from penstock.shared.inputs import INPUTS, Inputs, read_inputs, settle_inputs
 from penstock.shared.placement.grants import DeviceGrants
 from penstock.shared.process.service import Context, serve
 from penstock.shared.process.telemetry import Status, tell
-from penstock.shared.settings import Settings
+from penstock.shared.settings import RunKind, Settings
 from penstock.shared.settings.evaluation import HeldOutSet
 from penstock.shared.settings.guards import OF_GENERATION, Guard, GuardsSettings
-from penstock.shared.settings.kinds import RunKind
 from penstock.shared.settings.rewards.scorers import AnswerScorer
 
 _CLOSE_WITHIN_S = 8.0

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from torch import nn
 
-from penstock.services.trainer.algorithm.reference import Reference
+from penstock.services.trainer.algorithm.estimates import Reference
 from penstock.services.trainer.algorithm.step_totals import NotFinite
 from penstock.services.trainer.algorithm.update import Learner
 from penstock.services.trainer.checkpoint import local_store

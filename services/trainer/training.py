@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from penstock.services.trainer.algorithm.reference import AdapterOff, Reference
+from penstock.services.trainer.algorithm.estimates import AdapterOff, Reference
 from penstock.services.trainer.loop import Trainer
 from penstock.services.trainer.model import adapter, warm_up
 from penstock.services.trainer.model.critic import Critic

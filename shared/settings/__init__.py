@@ -10,7 +10,8 @@
       rewards/reward.py   [reward] [reward.executor]
       rewards/scorers.py  [[reward.scorers]], a class for each kind
       rewards/models.py   [reward.models], and reward models among the scorers
-      algorithm.py      [algorithm] [algorithm.kl] [algorithm.critic], presets
+      algorithm.py      [algorithm], presets
+      rules.py          what its rules take, [algorithm.kl] [algorithm.critic]
       trainer.py        [trainer] [trainer.store], and what of DeepSpeed's settings is ours to make
       evaluation.py     [evaluation] [evaluation.gate]
       guards.py         [guards]
@@ -39,7 +40,7 @@ from penstock.shared.settings.reading.loading import (
 from penstock.shared.settings.rewards.reward import ExecutorSettings
 from penstock.shared.settings.rollout import RolloutSettings, SamplingSettings
 from penstock.shared.settings.root import Settings, check_plain_engine, check_reproducible
-from penstock.shared.settings.run import BusSettings, CoordinatorSettings, DataSettings
+from penstock.shared.settings.run import BusSettings, CoordinatorSettings, DataSettings, RunKind
 from penstock.shared.settings.trainer import TrainerSettings
 
 __all__ = [
@@ -52,6 +53,7 @@ __all__ = [
     "LoraSettings",
     "PolicySettings",
     "RolloutSettings",
+    "RunKind",
     "SamplingSettings",
     "Settings",
     "TrainerSettings",

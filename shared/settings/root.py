@@ -16,7 +16,6 @@ from penstock.shared.settings.algorithm import AlgorithmSettings
 from penstock.shared.settings.evaluation import EvaluationSettings
 from penstock.shared.settings.guards import GuardsSettings
 from penstock.shared.settings.internal import InternalSettings
-from penstock.shared.settings.kinds import RunKind
 from penstock.shared.settings.placement import PlacementSettings, check_placement
 from penstock.shared.settings.policy import FabricSettings, PolicySettings, WeightsSettings
 from penstock.shared.settings.rewards.models import ModelWork
@@ -26,6 +25,7 @@ from penstock.shared.settings.run import (
     BusSettings,
     CoordinatorSettings,
     DataSettings,
+    RunKind,
     RunSettings,
     TelemetrySettings,
     TrackingSettings,

@@ -1,5 +1,6 @@
 """Settings of a run as a whole: ``[run]``, ``[bus]``, ``[data]``, ``[coordinator]``, ``[telemetry]``."""
 
+import enum
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -27,6 +28,26 @@ _OWN_ARGUMENTS = frozenset(
         "truncation",
     ]
 )
+
+
+class RunKind(enum.Enum):
+    """What a run trains; the value says what groups are for, as a prompt's purpose does."""
+
+    SAMPLES = ("train",)
+    MIXTURE = ("train", "demonstrate")
+    DEMONSTRATIONS = ("demonstrate",)
+    PAIRS = ("demonstrate", "pairs")
+    """Preference pairs of the data, and not prompts whose samples become some."""
+
+    @property
+    def generates(self) -> bool:
+        """Whether replicas generate, and reward services score."""
+        return "train" in self.value
+
+    @property
+    def purposes(self) -> tuple[str, ...]:
+        """What the groups of a batch are for."""
+        return tuple(purpose for purpose in self.value if purpose != "pairs")
 
 
 class RunSettings(Section):

@@ -3,10 +3,12 @@
 from pathlib import Path
 
 import pytest
+import tomli_w
 
 from penstock.services.cli import settings_help
 from penstock.shared.errors import SettingsError
 from penstock.shared.settings import Settings, dump, dumps, load, loads
+from penstock.shared.settings.reading.replaced import REPLACED
 
 ROOT = Path(__file__).parents[2]
 
@@ -197,3 +199,23 @@ def test_an_expression_that_names_no_scorer_is_refused_by_every_service() -> Non
 
 def test_a_replaced_setting_with_its_default_comes_from_an_earlier_run_and_is_left_out() -> None:
     assert loads("[weights]\nprobe_gap_nats = 0.05\nkeep = 5", "test").weights.keep == 5
+
+
+@pytest.mark.parametrize("key", REPLACED)
+def test_a_removed_setting_is_left_out_with_its_default_and_else_refused_with_what_to_use(key: str) -> None:
+    default, instead = REPLACED[key]
+    table, _, name = key.rpartition(".")
+    kind = table.partition("[")[2].rstrip("]")
+    head = (
+        f"[[reward.scorers]]\nkind = '{kind}'\nurl = 'http://a/v1'\nmodel = 'm'\ntags = ['a']" if kind else f"[{table}]"
+    )
+    wanted = {"judge": ("url", "model"), "model": ("model",), "format": ("tags",)}.get(kind, ())
+    lines = [line for line in head.split("\n") if not kind or line.startswith(("[", "kind", *wanted))]
+
+    def text(value: object) -> str:
+        return "\n".join(lines) + "\n" + tomli_w.dumps({name: value})
+
+    loads(text(default), "run.toml")
+    with pytest.raises(SettingsError) as caught:
+        loads(text("another"), "run.toml")
+    assert f"{name} no longer exists: use {instead}" in str(caught.value)

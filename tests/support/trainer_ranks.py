@@ -16,7 +16,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from penstock.services.trainer.algorithm.reference import AdapterOff, Reference
+from penstock.services.trainer.algorithm.estimates import AdapterOff, Reference
 from penstock.services.trainer.algorithm.update import Learner
 from penstock.services.trainer.batch.packing import micro_batch
 from penstock.services.trainer.checkpoint import commits, local_store

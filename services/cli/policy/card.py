@@ -12,8 +12,7 @@ import tomli_w
 
 from penstock.services.coordinator.records.jsonl import read
 from penstock.services.coordinator.records.summary import one_line_a_step
-from penstock.shared.settings import Settings
-from penstock.shared.settings.kinds import RunKind
+from penstock.shared.settings import RunKind, Settings
 from penstock.shared.settings.reading.published import public_text, published
 
 _CURVES = ("reward_mean", "kl_mean", "entropy", "response_tokens_mean", "lag_mean")

@@ -12,8 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.services.trainer.algorithm.group_filter import FilterError, try_filter
-from penstock.services.trainer.algorithm.user_function import load
+from penstock.services.trainer.algorithm.group_filter import FilterError, load, try_filter
 from penstock.shared.bus.messages import Float32Array
 from penstock.shared.errors import SettingsError
 from penstock.shared.settings.algorithm import AlgorithmSettings

@@ -12,20 +12,21 @@ its process costs the group that it was asked for, and not the trainer::
 """
 
 import contextlib
+import functools
 import json
 import os
 import pickle
+import pkgutil
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
 import numpy as np
 
-from penstock.services.trainer.algorithm.user_function import load
 from penstock.shared.bus.messages import Experience, FinishReason, Float32Array, Sample
 from penstock.shared.errors import MessageError
 from penstock.shared.process.parent import die_with
@@ -37,6 +38,16 @@ _ENDING_S = 10.0
 """A process that closed its output must end within this."""
 _START_S, _ANSWER_S = 300.0, 60.0
 """Limits of a first answer, with the start of the process, and of any other."""
+
+
+@functools.cache
+def load(name: str) -> Callable[..., Any]:
+    """Return the function ``package.module:function``; raises its import's error."""
+    target = pkgutil.resolve_name(name)
+    if not callable(target):
+        raise TypeError(f"it is no function but {type(target).__name__}")
+    function: Callable[..., Any] = target
+    return function
 
 
 class FilterError(Exception):

@@ -18,7 +18,6 @@ from penstock.services.trainer.algorithm.diagnostics import TokenFigures
 from penstock.services.trainer.algorithm.loss import corrections
 from penstock.services.trainer.algorithm.loss.aggregation import Count, Stream, divisor, of_stream, total
 from penstock.services.trainer.algorithm.loss.kl import estimate
-from penstock.services.trainer.algorithm.loss.token_loss import TokenLoss, Tokens
 from penstock.services.trainer.algorithm.rules.distillation import kl_over_top_k
 from penstock.services.trainer.algorithm.token_advantages import assign
 from penstock.services.trainer.batch.token_data import LossInputs
@@ -26,6 +25,26 @@ from penstock.services.trainer.model.layers.logits import TokenLogprobs
 from penstock.shared.bus.messages import Float32Array
 from penstock.shared.settings import Settings
 from penstock.shared.settings.algorithm import AlgorithmSettings
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tokens:
+    """The trained tokens (N) of a forward pass; the ratio ``ρ = exp(policy − anchor)`` starts from the anchor."""
+
+    inputs: LossInputs
+    out: TokenLogprobs
+    policy_N: Tensor
+    anchor_N: Tensor
+    advantages_N: Tensor
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TokenLoss:
+    """Loss of each token, and whether a bound removed its gradient (for CISPO: limited its weight)."""
+
+    loss_N: Tensor
+    clipped_low_N: Tensor
+    clipped_high_N: Tensor
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -134,7 +153,8 @@ class Samples(Kind):
 def kind_of(settings: Settings) -> Kind:
     """Return the kind of the run's batches, from the file of its loss."""
     name = "own" if ":" in settings.algorithm.loss else settings.algorithm.loss
-    kind: Kind = importlib.import_module(f"penstock.services.trainer.algorithm.rules.{name}").kind(settings)
+    rule = importlib.import_module(f"penstock.services.trainer.algorithm.rules.{name}")
+    kind: Kind = rule.Batches(settings) if hasattr(rule, "Batches") else Samples(settings, rule.loss)
     return kind
 
 

@@ -15,13 +15,11 @@ import torch.distributed as dist
 from penstock.services.trainer.algorithm import functions
 from penstock.services.trainer.algorithm.advantages import shaped_rewards
 from penstock.services.trainer.algorithm.backward import Passes
-from penstock.services.trainer.algorithm.estimates import Estimates
-from penstock.services.trainer.algorithm.figures import look_back, settings_digest
+from penstock.services.trainer.algorithm.estimates import Estimates, Reference
 from penstock.services.trainer.algorithm.kinds import kind_of
 from penstock.services.trainer.algorithm.minibatches import StepBatch, lay_out
-from penstock.services.trainer.algorithm.reference import Reference
 from penstock.services.trainer.algorithm.schedule import critic_learning_rate, learning_rate
-from penstock.services.trainer.algorithm.step_totals import check_finite
+from penstock.services.trainer.algorithm.step_totals import check_finite, look_back, settings_digest
 from penstock.services.trainer.model.engine import TrainingEngine
 from penstock.services.trainer.model.forward_passes import ForwardPasses
 from penstock.services.trainer.phases import Phases, utilisation

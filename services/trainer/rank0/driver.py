@@ -54,8 +54,7 @@ from penstock.shared.errors import Fenced, WeightsError
 from penstock.shared.placement.turns import TrainerTurns
 from penstock.shared.process.service import Context, seconds_left
 from penstock.shared.process.telemetry import tell
-from penstock.shared.settings import Settings
-from penstock.shared.settings.kinds import RunKind
+from penstock.shared.settings import RunKind, Settings
 from penstock.shared.traces import TRACES
 
 log = logging.getLogger(__name__)

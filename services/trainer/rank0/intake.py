@@ -49,8 +49,7 @@ from penstock.shared.bus.stores.replicas.live_settings import Live
 from penstock.shared.bus.streams import EXPERIENCE
 from penstock.shared.errors import Fenced, MessageError
 from penstock.shared.process.telemetry import tell
-from penstock.shared.settings import Settings
-from penstock.shared.settings.kinds import RunKind
+from penstock.shared.settings import RunKind, Settings
 from penstock.shared.settings.rollout import MOST_KEPT
 
 log = logging.getLogger(__name__)

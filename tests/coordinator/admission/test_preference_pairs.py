@@ -12,8 +12,7 @@ from penstock.shared.bus import streams
 from penstock.shared.bus.bus import Bus
 from penstock.shared.bus.messages import Experience, Purpose
 from penstock.shared.errors import SettingsError
-from penstock.shared.settings import Settings
-from penstock.shared.settings.kinds import RunKind
+from penstock.shared.settings import RunKind, Settings
 from penstock.shared.settings.reading.loading import is_given
 from tests.coordinator.admission import test_demonstrations
 from tests.coordinator.admission.test_admission import start

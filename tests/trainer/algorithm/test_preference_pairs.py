@@ -114,7 +114,7 @@ def test_the_loss_is_that_of_transformers_logits_and_learning_lowers_it(micro_ba
     loss.backward()
     norm = float(torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm())
     trained = Rank(settings(micro_batch_tokens, preset="dpo", dpo_beta=BETA))
-    trained.learner._estimates._reference = Policy(tiny.model(1)).eval().requires_grad_(False)
+    trained.learner._estimates.reference = Policy(tiny.model(1)).eval().requires_grad_(False)
     assert trained.learner.figures_of(groups)["evaluation_loss"] == pytest.approx(float(loss.detach()), abs=FORWARD)
     measured = trained.learn(groups)
     assert measured["loss"] == pytest.approx(float(loss.detach()), abs=FORWARD)
@@ -157,7 +157,7 @@ def test_the_same_rows_have_the_loss_and_the_gradient_of_trls_trainer(tmp_path: 
     problems = load_data(admission.settings(tmp_path, rows)).train.problems
     groups = [experience(problem, place, PolicyVersion(0)) for place, problem in enumerate(problems)]
     trained = Rank(settings(preset="dpo", dpo_beta=BETA, groups_per_step=len(groups)))
-    trained.learner._estimates._reference = Policy(tiny.model(1)).eval().requires_grad_(False)
+    trained.learner._estimates.reference = Policy(tiny.model(1)).eval().requires_grad_(False)
     assert trained.learner.figures_of(groups)["evaluation_loss"] == pytest.approx(loss, abs=FORWARD)
     measured = trained.learn(groups)
     assert measured["loss"] == pytest.approx(loss, abs=FORWARD)

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.services.trainer.algorithm import kinds
 from penstock.services.trainer.algorithm.advantages import group_advantages
 from penstock.services.trainer.algorithm.loss.kl import estimate
 from penstock.services.trainer.algorithm.rules.clip import clipped_ratio
@@ -28,6 +30,7 @@ from penstock.services.trainer.metrics import batch_figures
 from penstock.services.trainer.model.policy import Policy
 from penstock.shared.bus.messages import FinishReason, PolicyVersion, Sample
 from penstock.shared.settings import TrainerSettings
+from penstock.shared.settings.rules import LOSSES, OWN
 from tests.support import builders
 from tests.support.tolerance import FORWARD, GRADIENT, ULPS, gap
 
@@ -295,3 +298,9 @@ def test_an_empty_micro_batch_trains_nothing() -> None:
     assert float(loss.detach()) == 0.0
     assert all(p.grad is None or not math.isnan(float(p.grad.sum())) for p in model.parameters())
     assert all(p.grad is None or float(p.grad.abs().sum()) == 0.0 for p in model.parameters())
+
+
+def test_every_loss_that_settings_know_has_its_file() -> None:
+    folder = Path(kinds.__file__).parent / "rules"
+    files = {path.stem for path in folder.glob("*.py")} - {"__init__", "distillation"}
+    assert files == {"own" if name == OWN else name for name in LOSSES}

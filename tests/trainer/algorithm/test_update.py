@@ -313,7 +313,7 @@ def test_each_stream_is_divided_by_its_own_tokens_however_they_are_packed(aggreg
 )
 def test_reference_logprobs_that_came_with_their_groups_make_the_same_step(algorithm: dict[str, Any]) -> None:
     own, travelled = Rank(settings(**algorithm)), Rank(settings(reference="reward", **algorithm))
-    assert travelled.learner._estimates._reference is None
+    assert travelled.learner._estimates.reference is None
     frozen = policy().eval()
     with torch.no_grad():
         came = [

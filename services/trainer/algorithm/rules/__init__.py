@@ -1,5 +1,6 @@
 """One file for each loss of ``[algorithm]``, under the name that it has there (a function of one's own: ``own``).
 
-Its function ``kind`` returns what batches it learns from (``kinds``), with its formula in it. ``shared/settings/rules.py``
-says which settings it takes; a new loss is an entry there and a file here.
+Its function ``loss`` is the formula for the tokens that a policy drew, or its class ``Batches`` says what other batches it
+learns from (``kinds``). ``shared/settings/rules.py`` says which settings it takes; a new loss is an entry there and a file
+here.
 """

@@ -8,15 +8,9 @@ dual clip: … and at least c A if A < 0        Ye et al. 2020, arXiv:1912.09729
 import torch
 from torch import Tensor
 
-from penstock.services.trainer.algorithm.kinds import Samples
+from penstock.services.trainer.algorithm.kinds import TokenLoss, Tokens
 from penstock.services.trainer.algorithm.loss.kl import bounded
-from penstock.services.trainer.algorithm.loss.token_loss import TokenLoss, Tokens
-from penstock.shared.settings import Settings
 from penstock.shared.settings.algorithm import AlgorithmSettings
-
-
-def kind(settings: Settings) -> Samples:
-    return Samples(settings, loss)
 
 
 def loss(tokens: Tokens, algorithm: AlgorithmSettings) -> TokenLoss:

@@ -9,14 +9,9 @@ from penstock.services.trainer.algorithm.kinds import Kind, Objective, imitated,
 from penstock.services.trainer.algorithm.loss.aggregation import Count, Stream
 from penstock.services.trainer.batch.token_data import LossInputs
 from penstock.services.trainer.model.layers.logits import TokenLogprobs
-from penstock.shared.settings import Settings
 
 
-def kind(settings: Settings) -> Kind:
-    return Demonstrations(settings)
-
-
-class Demonstrations(Kind):
+class Batches(Kind):
     """Rows with a completion."""
 
     def objective(self, inputs: LossInputs, out: TokenLogprobs) -> Objective:

@@ -18,14 +18,9 @@ from penstock.services.trainer.algorithm.loss.aggregation import Count, Stream, 
 from penstock.services.trainer.batch.token_data import LossInputs
 from penstock.services.trainer.model.layers.logits import TokenLogprobs
 from penstock.shared.bus.messages import Float32Array
-from penstock.shared.settings import Settings
 
 
-def kind(settings: Settings) -> Kind:
-    return Pairs(settings)
-
-
-class Pairs(Kind):
+class Batches(Kind):
     """Preferences; the samples of pairs that no policy drew count as those of others."""
 
     together = 2

@@ -3,17 +3,11 @@
 import torch
 from torch import Tensor
 
-from penstock.services.trainer.algorithm.kinds import Samples
+from penstock.services.trainer.algorithm.kinds import TokenLoss, Tokens
 from penstock.services.trainer.algorithm.loss.aggregation import sequence_means, spread
 from penstock.services.trainer.algorithm.loss.kl import MAX_LOG_RATIO, bounded
-from penstock.services.trainer.algorithm.loss.token_loss import TokenLoss, Tokens
 from penstock.services.trainer.algorithm.rules.clip import clipped
-from penstock.shared.settings import Settings
 from penstock.shared.settings.algorithm import AlgorithmSettings
-
-
-def kind(settings: Settings) -> Samples:
-    return Samples(settings, loss)
 
 
 def loss(tokens: Tokens, algorithm: AlgorithmSettings) -> TokenLoss:

@@ -3,14 +3,8 @@
 import torch
 from torch import Tensor
 
-from penstock.services.trainer.algorithm.kinds import Samples
-from penstock.services.trainer.algorithm.loss.token_loss import TokenLoss, Tokens
-from penstock.shared.settings import Settings
+from penstock.services.trainer.algorithm.kinds import TokenLoss, Tokens
 from penstock.shared.settings.algorithm import AlgorithmSettings
-
-
-def kind(settings: Settings) -> Samples:
-    return Samples(settings, loss)
 
 
 def loss(tokens: Tokens, _: AlgorithmSettings) -> TokenLoss:
