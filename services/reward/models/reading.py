@@ -5,7 +5,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from shared.bus.messages import Float32Array, Int32Array, RolloutGroup, no_distribution
+from shared.bus.encoding.sample_checks import no_distribution
+from shared.bus.messages import Float32Array, Int32Array, RolloutGroup
 from shared.errors import TemporaryError
 
 
