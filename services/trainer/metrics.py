@@ -129,7 +129,7 @@ def batch_figures(
         end = first + len(group.samples)
         lags.update(trained_lags(group, step, steps_of_versions, contexts[first:end]))
         first = end
-    lengths = [len(sample.token_ids) for sample in samples]
+    lengths = [sample.sampled_tokens for sample in samples]
     whole = [context for context, length in zip(contexts, lengths, strict=True) if context == length]
     long = sum(sum(are_long(experience.group, most_tokens)) for experience in batch)
     metrics = {
@@ -176,7 +176,7 @@ def mixed_figures(
         {**figures.metrics, "demonstrations": float(len(shown))},
         figures.lag_counts,
         figures.samples + len(samples),
-        figures.tokens + sum(len(sample.token_ids) for sample in samples),
+        figures.tokens + sum(sample.sampled_tokens for sample in samples),
     )
 
 

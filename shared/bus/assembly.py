@@ -16,7 +16,7 @@ import numpy as np
 
 from penstock.shared.bus.encoding import wire
 from penstock.shared.bus.encoding.columns import join_columns
-from penstock.shared.bus.messages import Prompt, RolloutGroup
+from penstock.shared.bus.messages import Prompt, RolloutGroup, Sample
 from penstock.shared.errors import MessageError
 
 
@@ -85,7 +85,7 @@ def join(pieces: Sequence[Any]) -> dict[str, Any]:
     return {
         "prompt": prompt,
         "prompt_token_ids": tokens,
-        "samples": join_columns([part["samples"] for part in parts], _order(places)),
+        "samples": join_columns([part["samples"] for part in parts], _order(places), wire.late_defaults(Sample)),
         "replica": ", ".join(sorted({part["replica"] for part in parts}))[:1024],
         "started_at_s": min(part["started_at_s"] for part in parts),
         "finished_at_s": max(part["finished_at_s"] for part in parts),

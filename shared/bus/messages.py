@@ -7,14 +7,13 @@ Times are Unix seconds, token ids int32, logprobs float32 nats under the samplin
 """
 
 import dataclasses
-from collections.abc import Mapping
 from enum import StrEnum
 from typing import Annotated, NewType, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from penstock.shared.bus.encoding.columns import Joined
+from penstock.shared.bus.encoding.sample_checks import check_samples
 from penstock.shared.bus.encoding.validation import FieldLimits
 from penstock.shared.bus.encoding.wire import columns, message, record
 
@@ -24,10 +23,6 @@ PolicyVersion = NewType("PolicyVersion", int)
 """Number of a set of weights; never reused. 0 is the initial policy."""
 
 MOST_SAMPLES = 65_536
-MOST_TEACHER_TOKENS = 64
-"""Most probable tokens of a teacher that travel with a position."""
-LARGEST_MASS = 1.001
-"""Largest sum of probabilities of different tokens: float32 rounds."""
 _ID = FieldLimits(0, (1 << 53) - 1)
 _INT32 = FieldLimits(0, (1 << 31) - 1)
 _NAME = FieldLimits(length=1024)
@@ -62,6 +57,18 @@ class FinishReason(StrEnum):
 
     STOP = "stop"
     LENGTH = "length"
+
+
+class Ended(StrEnum):
+    """Why an episode ended."""
+
+    NOT_AN_EPISODE = ""
+    STOP = "stop"
+    LENGTH = "length"
+    TURNS = "turns"
+    CONTEXT = "context"
+    DEADLINE = "deadline"
+    AGENT = "agent"
 
 
 class ScoreStatus(StrEnum):
@@ -111,7 +118,7 @@ class Sampling:
         return self.temperature > 0 and (self.top_k > 0 or self.min_new_tokens > 0)
 
 
-@message("prompt", schema=1)
+@message("prompt", schema=2, late=("environment",))
 @dataclasses.dataclass(frozen=True, slots=True)
 class Prompt:
     """One problem with its reference answer.
@@ -139,85 +146,17 @@ class Prompt:
     """By ``data.teacher_field``: the teachers of this problem."""
     row_id: Annotated[str, FieldLimits(length=64)] = ""
     """Digest of the row's question and answer; empty: from an older Penstock."""
+    environment: Annotated[str, _NAME] = ""
+    """What the policy's turns happen in; empty: a single turn."""
+
+    @property
+    def is_plain(self) -> bool:
+        return not self.environment
 
     @property
     def stable_id(self) -> str:
         """Names the problem wherever its row is."""
         return self.row_id or self.problem
-
-
-def _check_samples(arrays: Mapping[str, Joined]) -> None:
-    missing = {"token_ids", "behavior_logprobs", "version_spans"} - arrays.keys()
-    if missing:
-        raise ValueError(f"expected arrays as {', '.join(sorted(missing))}")
-    tokens, spans = arrays["token_ids"].lengths, arrays["version_spans"]
-    if "support_sizes" in arrays or "support_ids" in arrays:
-        _check_supports(arrays["token_ids"], arrays.get("support_sizes"), arrays.get("support_ids"))
-    if "teacher_logprobs" in arrays and tokens != arrays["teacher_logprobs"].lengths:
-        raise ValueError("expected one teacher logprob a token, found other lengths")
-    if "teacher_top_ids" in arrays or "teacher_top_logprobs" in arrays:
-        _check_tops(arrays["token_ids"], arrays.get("teacher_top_ids"), arrays.get("teacher_top_logprobs"))
-    if tokens != arrays["behavior_logprobs"].lengths:
-        raise ValueError("expected one behavior logprob a token, found other lengths")
-    if min(tokens) < 1 or min(spans.lengths) < 1:
-        raise ValueError("expected at least one token and one version span in each sample, found fewer")
-    if not _ascend(spans.joined[:, 0], spans.lengths, tokens):
-        raise ValueError(
-            "expected version spans that begin at token 0 and ascend below the sample's length, found others"
-        )
-
-
-def _check_supports(tokens: Joined, sizes: Joined | None, ids: Joined | None) -> None:
-    """Check that each drawn token was possible."""
-    if sizes is None or ids is None or any(n not in (0, t) for n, t in zip(sizes.lengths, tokens.lengths, strict=True)):
-        raise ValueError("expected a support of every token, or of none, found others")
-    if not any(sizes.lengths) and not any(ids.lengths):
-        return
-    counts = np.abs(sizes.joined.astype(np.int64))
-    sums = np.add.reduceat(np.append(counts, 0), np.cumsum([0, *sizes.lengths[:-1]])) * (np.array(sizes.lengths) > 0)
-    if sums.tolist() != ids.lengths:
-        raise ValueError("expected as many support ids as the sizes say, found others")
-    drawn = np.concatenate(
-        [no_ids(), *(part for part, size in zip(tokens.split(), sizes.lengths, strict=True) if size)]
-    )
-    owner = np.repeat(np.arange(len(counts)), counts)
-    hits = np.bincount(owner[ids.joined == drawn[owner]], minlength=len(counts))
-    if ((hits > 0) != (sizes.joined > 0))[sizes.joined != 0].any():
-        raise ValueError("expected drawn tokens within their support, found others")
-
-
-def _check_tops(tokens: Joined, ids: Joined | None, logprobs: Joined | None) -> None:
-    """Check that each position has as many different tokens, whose probabilities are those of a distribution."""
-    if ids is None or logprobs is None or not tokens.lengths == ids.lengths == logprobs.lengths:
-        raise ValueError("expected a teacher's most probable tokens and their logprobs at every position, found others")
-    if ids.joined.shape != logprobs.joined.shape or not 1 <= ids.joined.shape[1] <= MOST_TEACHER_TOKENS:
-        raise ValueError(
-            f"expected 1 to {MOST_TEACHER_TOKENS} most probable tokens of a teacher with a logprob each, found "
-            f"{ids.joined.shape[1]} with {logprobs.joined.shape[1]}"
-        )
-    if wrong := no_distribution(ids.joined, logprobs.joined):
-        raise ValueError(f"expected a teacher's most probable tokens, found {wrong}")
-
-
-def no_distribution(ids_NK: Int32Array, logprobs_NK: Float32Array) -> str:  # noqa: N803 (shapes)
-    """Return why the rows cannot be tokens of a distribution and their logprobs, or nothing."""
-    if (ids_NK[:, 1:] <= ids_NK[:, :-1]).any():
-        return "ids that do not ascend"
-    largest = float(np.exp(logprobs_NK).sum(1).max(initial=0.0))
-    return "" if largest <= LARGEST_MASS else f"probabilities whose sum is {largest:.4g}"
-
-
-def _ascend(starts: Int32Array, spans: list[int], tokens: list[int]) -> bool:
-    """Whether each sample's spans begin at token 0 and ascend."""
-    places = iter(starts.tolist())
-    for count, length in zip(spans, tokens, strict=True):
-        if (place := next(places)) != 0:
-            return False
-        for _ in range(count - 1):
-            before, place = place, next(places)
-            if not before < place < length:
-                return False
-    return True
 
 
 def no_ids() -> Int32Array:
@@ -230,7 +169,12 @@ def no_logprobs() -> Float32Array:
     return np.zeros(0, dtype=np.float32)
 
 
-@columns(_check_samples)
+def no_segments() -> Int32Array:
+    """Return an empty array (0 × 3)."""
+    return np.zeros((0, 3), dtype=np.int32)
+
+
+@columns(check_samples, late=("segments", "ended", "transcript", "environment_reward", "turn_rewards"))
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Sample:
     """One completion with its tokens and behavior logprobs.
@@ -242,6 +186,13 @@ class Sample:
 
     With truncated sampling, ``support_sizes`` has the number of tokens that could be drawn at each position, and
     ``support_ids`` these tokens, concatenated. A negative size lists the tokens that could *not* be drawn; 0: all could.
+
+    An episode is a tree of ``segments`` (int32, S × 3) in depth-first order, with rows (first token, parent segment or −1
+    for the prompt, 0 given or 1 sampled). Given tokens have behavior logprob 0 and support 0, and their version is not
+    read. Here the agent dropped its first two turns and asked again::
+
+        token_ids   8 8 8 | 41 9 | 6 6 | 3 | 5 2           question, turn, observation, turn; another turn
+        segments    [[0, -1, 0], [3, 0, 1], [5, 1, 0], [7, 2, 1], [8, 0, 1]]
     """
 
     token_ids: Annotated[Int32Array, _INT32]
@@ -259,27 +210,60 @@ class Sample:
     """The teacher's k most probable tokens at each position (T × k), ascending by id; None: not asked for."""
     teacher_top_logprobs: Annotated[Float32Array, _TOP_LOGPROBS] | None = None
     """Their logprobs (T × k), over the whole vocabulary, at the sampling temperature."""
+    segments: Annotated[Int32Array, FieldLimits(-1, (1 << 31) - 1, shape=(None, 3))] = dataclasses.field(
+        default_factory=no_segments
+    )
+    """Empty: a completion, sampled after the prompt."""
+    ended: Ended = Ended.NOT_AN_EPISODE
+    transcript: Annotated[bytes, FieldLimits(length=1 << 24)] = b""
+    """MessagePack or JSON of the episode's messages."""
+    environment_reward: Annotated[float, FieldLimits(-_LARGEST, _LARGEST)] | None = None
+    turn_rewards: Annotated[Float32Array, FieldLimits(-_LARGEST, _LARGEST)] = dataclasses.field(
+        default_factory=no_logprobs
+    )
+    """Of each sampled segment; empty: none."""
+
+    @property
+    def sampled(self) -> npt.NDArray[np.bool_]:
+        """Whether each token was sampled (T)."""
+        if not len(self.segments):
+            return np.ones(len(self.token_ids), dtype=np.bool_)
+        lengths = np.diff(np.append(self.segments[:, 0], len(self.token_ids)))
+        return np.repeat(self.segments[:, 2] == 1, lengths)
+
+    @property
+    def sampled_tokens(self) -> int:
+        return int(self.sampled.sum()) if len(self.segments) else len(self.token_ids)
+
+    @property
+    def token_versions(self) -> Int32Array:
+        """The version of each token (T)."""
+        starts, versions = self.version_spans.T
+        return np.repeat(versions, np.diff(np.append(starts, len(self.token_ids))))
 
     @property
     def oldest_version(self) -> PolicyVersion:
-        return PolicyVersion(int(self.version_spans[:, 1].min()))
+        return min(self.versions)
 
     @property
     def newest_version(self) -> PolicyVersion:
-        return PolicyVersion(int(self.version_spans[:, 1].max()))
+        return max(self.versions)
 
     @property
     def versions(self) -> frozenset[PolicyVersion]:
-        return frozenset(PolicyVersion(int(version)) for version in self.version_spans[:, 1])
+        """Versions that sampled its tokens."""
+        versions = self.token_versions[self.sampled] if len(self.segments) else self.version_spans[:, 1]
+        return frozenset(map(PolicyVersion, versions.tolist()))
 
 
-@message("rollout_group", schema=1)
+@message("rollout_group", schema=2)
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class RolloutGroup:
     """All samples of one prompt, unscored."""
 
     prompt: Prompt
     prompt_token_ids: Annotated[Int32Array, _INT32]
+    """Empty: each sample is a tree whose first segments are given."""
     samples: Annotated[tuple[Sample, ...], FieldLimits(length=MOST_SAMPLES)]
     replica: Annotated[str, _NAME]
     started_at_s: Annotated[float, _TIME]
@@ -293,6 +277,15 @@ class RolloutGroup:
             raise ValueError(
                 f"expected at most the {self.prompt.sampling.samples} samples of the prompt, found {len(self.samples)}"
             )
+        if not len(self.prompt_token_ids):
+            for sample in self.samples:
+                parents, is_sampled = sample.segments[:, 1], sample.segments[:, 2]
+                if not len(sample.segments) or is_sampled[parents < 0].any():
+                    raise ValueError("expected prompt tokens, or samples that begin with given tokens, found neither")
+
+    @property
+    def is_plain(self) -> bool:
+        return self.prompt.is_plain and not any(len(sample.segments) for sample in self.samples)
 
     @property
     def group_id(self) -> GroupId:
@@ -346,7 +339,7 @@ class SampleScores:
     scores: Annotated[tuple[Score, ...], FieldLimits(length=1024)]
 
 
-@message("experience", schema=1)
+@message("experience", schema=2)
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Experience:
     """A group with its rewards: ``rewards[i]`` (float32) and ``scores[i]`` of ``group.samples[i]``;
@@ -373,6 +366,10 @@ class Experience:
             tokens = sum(len(sample.token_ids) for sample in self.group.samples)
             if len(self.reference_logprobs) != tokens:
                 raise ValueError(f"expected {tokens} reference logprobs, found {len(self.reference_logprobs)}")
+
+    @property
+    def is_plain(self) -> bool:
+        return self.group.is_plain
 
     @property
     def group_id(self) -> GroupId:

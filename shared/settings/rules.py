@@ -79,6 +79,11 @@ class RuleSettings(Section):
     the sample itself out, maxrl divides by the mean of rewards that are at least 0), over the batch (reinforce_pp), by
     a critic (gae), or by your own function of a group's rewards, `package.module:function`. none: rewards are not
     learned from, only distillation."""
+    credit: Literal["episode", "turns"] = Field(default="episode")
+    """What an advantage is of: the whole `episode`, or each of its `turns`, by the rewards from it on, less the mean of
+    those of the group's other episodes from the same turn on (with advantage = "rloo", which does so for one turn)."""
+    discount: Annotated[float, Field(gt=0, le=1)] = Field(default=1.0)
+    """With credit = "turns": what a reward counts one turn before."""
     overlong: tuple[Share, NonNegativeFloat] = Field(default=(0.0, 1.0))
     """[share of sampling.max_new_tokens over which a long sample's reward falls linearly, penalty at the full
     length]; a share of 0: length has no cost."""
@@ -198,8 +203,8 @@ def _has_one_bound(settings: RuleSettings) -> str:
 
 _OF_REWARDS = frozenset({"overlong", "kl.where"})
 _OF_SAMPLES = frozenset(
-    {"advantage", "aggregation", "correction", "dynamic_sampling", "entropy_bonus", "filter", "imitation", "kl.coefficient",
-     "overlong"}
+    {"advantage", "aggregation", "correction", "credit", "dynamic_sampling", "entropy_bonus", "filter", "imitation",
+     "kl.coefficient", "overlong"}
 )  # fmt: skip
 _OF_RATIO = _OF_SAMPLES | {"proximal"}
 OWN = "package.module:function"
@@ -220,9 +225,12 @@ LOSSES: Mapping[str, Rule] = {
 }
 ADVANTAGES: Mapping[str, Rule] = {
     **dict.fromkeys(
-        ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", OWN),
-        Rule(_OF_REWARDS | {"dynamic_sampling", "distillation"}),
+        ("grpo", "dr_grpo", "reinforce_pp_baseline", OWN),
+        Rule(
+            _OF_REWARDS | {"dynamic_sampling", "distillation"}, "whose baseline is not the mean of the other episodes"
+        ),
     ),
+    "rloo": Rule(_OF_REWARDS | {"credit", "dynamic_sampling", "distillation"}),
     "maxrl": Rule(
         frozenset({"dynamic_sampling", "distillation"}),
         "which divides by the mean of rewards that must be at least 0, and this makes them negative",
@@ -250,6 +258,7 @@ CHOICES: Mapping[str, Mapping[str, Rule]] = {
     "loss": LOSSES,
     "advantage": ADVANTAGES,
     "correction": CORRECTIONS,
+    "credit": {"episode": Rule(), "turns": Rule(frozenset({"discount"}))},
     "kl.coefficient": PENALTIES,
     "distillation": TEACHERS,
 }

@@ -209,8 +209,8 @@ def test_a_removed_setting_is_left_out_with_its_default_and_else_refused_with_wh
     head = (
         f"[[reward.scorers]]\nkind = '{kind}'\nurl = 'http://a/v1'\nmodel = 'm'\ntags = ['a']" if kind else f"[{table}]"
     )
-    wanted = {"judge": ("url", "model"), "model": ("model",), "format": ("tags",)}.get(kind, ())
-    lines = [line for line in head.split("\n") if not kind or line.startswith(("[", "kind", *wanted))]
+    needed = {"judge": ("url", "model"), "model": ("model",), "format": ("tags",)}.get(kind, ())
+    lines = [line for line in head.split("\n") if not kind or line.startswith(("[", "kind", *needed))]
 
     def text(value: object) -> str:
         return "\n".join(lines) + "\n" + tomli_w.dumps({name: value})

@@ -6,6 +6,7 @@ import numpy as np
 
 from penstock.shared.bus.assembly import bare
 from penstock.shared.bus.messages import (
+    Ended,
     Experience,
     FinishReason,
     GroupId,
@@ -42,6 +43,20 @@ def sample(text: str = "46", version: int = 0, finish: FinishReason = FinishReas
         version_spans=np.array([[0, version]], dtype=np.int32),
         finish_reason=finish,
         text=text,
+    )
+
+
+def tree(version: int = 0) -> Sample:
+    """An episode: question, turn, observation, turn; another turn at the question."""
+    sampled = np.array([0, 0, 0, 1, 1, 0, 0, 1, 1, 1], dtype=np.float32)
+    return dataclasses.replace(
+        sample("46", version, tokens=10),
+        behavior_logprobs=-0.5 * sampled,
+        segments=np.array([[0, -1, 0], [3, 0, 1], [5, 1, 0], [7, 2, 1], [8, 0, 1]], dtype=np.int32),
+        ended=Ended.TURNS,
+        transcript=b"[]",
+        environment_reward=0.5,
+        turn_rewards=np.array([0.0, 1.0, 0.5], dtype=np.float32),
     )
 
 

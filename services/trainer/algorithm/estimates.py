@@ -60,4 +60,4 @@ class Estimates:
             with self.phases.measure("critic"):
                 for micro_batch in inputs:
                     micro_batch.values_N = self.critic.evaluate(micro_batch.batch)
-        kind.assign(inputs, batch.rewards, batch.demonstrated)
+        kind.assign(inputs, batch.groups, batch.rewards, batch.demonstrated)

@@ -22,7 +22,7 @@ from penstock.services.trainer.algorithm.rules.distillation import kl_over_top_k
 from penstock.services.trainer.algorithm.token_advantages import assign
 from penstock.services.trainer.batch.token_data import LossInputs
 from penstock.services.trainer.model.layers.logits import TokenLogprobs
-from penstock.shared.bus.messages import Float32Array
+from penstock.shared.bus.messages import Experience, Float32Array
 from penstock.shared.settings import Settings
 from penstock.shared.settings.algorithm import AlgorithmSettings
 
@@ -74,7 +74,11 @@ class Kind:
         return range(len(rewards_S))
 
     def assign(
-        self, inputs: Sequence[LossInputs], rewards: Sequence[Float32Array], demonstrated: Collection[int]
+        self,
+        inputs: Sequence[LossInputs],
+        groups: Sequence[Experience],
+        rewards: Sequence[Float32Array],
+        demonstrated: Collection[int],
     ) -> None:
         """Set what the objective needs of a batch's rewards; collective. ``demonstrated`` groups have none."""
 
@@ -101,9 +105,13 @@ class Samples(Kind):
         self._loss = loss
 
     def assign(
-        self, inputs: Sequence[LossInputs], rewards: Sequence[Float32Array], demonstrated: Collection[int]
+        self,
+        inputs: Sequence[LossInputs],
+        groups: Sequence[Experience],
+        rewards: Sequence[Float32Array],
+        demonstrated: Collection[int],
     ) -> None:
-        assign(inputs, rewards, self._algorithm, demonstrated)
+        assign(inputs, rewards, self._algorithm, demonstrated, groups)
 
     def objective(self, inputs: LossInputs, out: TokenLogprobs) -> Objective:
         if inputs.demonstrated_S is None:

@@ -38,7 +38,7 @@ class StepBatch:
     lags: Mapping[PolicyVersion, int]
     """Of the samples' versions, in steps."""
     contexts: Sequence[int] = ()
-    """How many first tokens of each sample only condition the others; empty: none."""
+    """How many of each sample's oldest tokens only condition the others; empty: none."""
 
     @property
     def demonstrated(self) -> frozenset[int]:
@@ -58,7 +58,7 @@ def lay_out(
 ) -> tuple[list[Minibatch], StepPlan]:
     """Return this rank's minibatches, drawn by ``run.seed`` and ``step``, and all ranks' plan.
 
-    A replay's forward passes are no larger than in ``repeated``.
+    A replay's forward passes are no larger than in ``repeated``, and train the same tokens.
     """
     cap = settings.trainer.micro_batch_tokens
     rows = _rows(batch, kind, shares_prompt=policy.shares_prompts)
@@ -97,7 +97,7 @@ def _rows(batch: StepBatch, kind: Kind, *, shares_prompt: bool) -> list[PackedRo
     for experience, rewards_S in zip(batch.groups, batch.rewards, strict=True):
         group = experience.group
         own = batch.contexts[first : first + len(group.samples)] or (0,) * len(group.samples)
-        chosen = [place for place in kind.trained(rewards_S) if own[place] < len(group.samples[place].token_ids)]
+        chosen = [place for place in kind.trained(rewards_S) if own[place] < group.samples[place].sampled_tokens]
         rows.append(
             PackedRow(
                 group.prompt_token_ids,

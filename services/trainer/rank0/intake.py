@@ -238,7 +238,8 @@ class Intake:
         group = experience.group
         algorithm, is_shown = self._settings.algorithm, _is_shown(experience)
         purposes = self._settings.kind.purposes
-        if group.prompt.purpose.value not in purposes or len(group.prompt_token_ids) == 0:
+        has_prompt = len(group.prompt_token_ids) or all(len(sample.segments) for sample in group.samples)
+        if group.prompt.purpose.value not in purposes or not has_prompt:
             raise MessageError(
                 f'expected a group to {" or ".join(purposes)}, with a prompt, with algorithm.loss = "{algorithm.loss}", found one to '
                 f"{group.prompt.purpose.value}, or without prompt tokens"

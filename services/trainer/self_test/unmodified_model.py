@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from penstock.services.trainer.batch.packing import Int64Array, PackedRow
+from penstock.services.trainer.batch.packing import PackedRow
+from penstock.services.trainer.batch.segments import Int64Array
 from penstock.services.trainer.model.layers import kernels
 from penstock.shared.model.causal_model import eager_attention
 

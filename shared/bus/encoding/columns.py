@@ -47,11 +47,15 @@ ColumnCheck = Callable[[Mapping[str, Joined]], None]
 """Raises ValueError if array columns do not belong together."""
 
 
-def write_columns(names: Iterable[str], records: Sequence[object]) -> dict[str, Any]:
+def write_columns(names: Iterable[str], late: Iterable[str], records: Sequence[object]) -> dict[str, Any]:
+    """Return the columns; those of ``late`` only if a record has something in them."""
     if type(records) is Rows:
         return records.columns
+    absent = {name for name in late if all(map(_is_empty, map(operator.attrgetter(name), records)))}
     written: dict[str, Any] = {"rows": len(records)}
     for name in names if records else ():
+        if name in absent:
+            continue
         column = list(map(operator.attrgetter(name), records))
         if isinstance(column[0], np.ndarray):
             written[name] = Joined(np.concatenate(column), list(map(len, column))).written()
@@ -60,13 +64,21 @@ def write_columns(names: Iterable[str], records: Sequence[object]) -> dict[str, 
     return written
 
 
-def join_columns(tables: Sequence[Mapping[str, Any]], order: Sequence[int]) -> dict[str, Any]:
+def _is_empty(value: Any) -> bool:
+    return value is None or (hasattr(value, "__len__") and not len(value))
+
+
+def join_columns(tables: Sequence[Mapping[str, Any]], order: Sequence[int], late: Mapping[str, Any]) -> dict[str, Any]:
     """Return the columns of all tables' rows, as they are written, in ``order``; of columns that all tables have.
+
+    A table without a column of ``late`` has its default in every row.
 
     Raises:
         ValueError: a column has not the rows of its table.
     """
     joined: dict[str, Any] = {"rows": len(order)}
+    used = {name: empty for name, empty in late.items() if any(name in table for table in tables)}
+    tables = [{**{name: _repeated(used[name], table["rows"]) for name in used}, **table} for table in tables]
     for name in tables[0]:
         cells = [table[name] for table in tables if name in table]
         if len(cells) < len(tables) or name == "rows":
@@ -84,6 +96,10 @@ def join_columns(tables: Sequence[Mapping[str, Any]], order: Sequence[int]) -> d
     return joined
 
 
+def _repeated(empty: Any, rows: int) -> Any:
+    return Joined(empty, [0] * rows).written() if isinstance(empty, np.ndarray) else [empty] * rows
+
+
 def _rows_of(name: str, cells: Sequence[Any], tables: Sequence[Mapping[str, Any]]) -> list[Any]:
     for cell, table in zip(cells, tables, strict=True):
         if type(cell) is not list or len(cell) != table["rows"]:
@@ -98,8 +114,11 @@ def _parts(name: str, cell: Mapping[str, Any]) -> list[npt.NDArray[Any]]:
     return [joined] if len(lengths) == 1 else Joined(joined, lengths).split()
 
 
-def columns_reader(row: type, readers: Mapping[str, Reader], check: ColumnCheck | None, length: int) -> Reader:
+def columns_reader(
+    row: type, readers: Mapping[str, Reader], check: ColumnCheck | None, length: int, late: Iterable[str] = ()
+) -> Reader:
     most = min(length, _MOST_ROWS)
+    names, required = list(readers), readers.keys() - set(late)
 
     def read(written: Any) -> tuple[Any, ...]:
         rows = written["rows"]
@@ -118,7 +137,7 @@ def columns_reader(row: type, readers: Mapping[str, Reader], check: ColumnCheck 
         cells: list[list[Any]] = [
             column.split() if isinstance(column, Joined) else column for column in columns.values()
         ]
-        if len(columns) == len(readers):
+        if required <= columns.keys() and [*columns] == names[: len(columns)]:
             return _rows(row, cells, {"rows": rows, **columns})
         return tuple([row(**dict(zip(columns, values, strict=True))) for values in zip(*cells, strict=True)])
 

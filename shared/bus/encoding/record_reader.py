@@ -22,21 +22,25 @@ text, a number and an array the source is::
 """
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from penstock.shared.bus.encoding.validation import INVALID, Reader, shown
 
+NOTHING_LATE: Mapping[str, Any] = MappingProxyType({})
 
-def record_reader(cls: type, readers: Mapping[str, Reader]) -> Reader:
-    """Compile a dataclass's reader."""
+
+def record_reader(cls: type, readers: Mapping[str, Reader], late: Mapping[str, Any] = NOTHING_LATE) -> Reader:
+    """Compile a dataclass's reader; fields of ``late`` may be missing."""
     check = getattr(cls, "check", None)
     known: dict[str, Any] = {f"read_{name}": reader.read for name, reader in readers.items()}
+    known |= {f"late_{name}": default for name, default in late.items()}
     known |= {"cls": cls, "check": check, "INVALID": INVALID, "slow": lambda fields: read_fields(cls, readers, fields)}
-    exec(_source(readers, checked=check is not None), known)  # noqa: S102 (names and limits of declarations, no data)
+    exec(_source(readers, late, checked=check is not None), known)  # noqa: S102 (names and limits of declarations, no data)
     return Reader(known["read"])
 
 
-def _source(readers: Mapping[str, Reader], *, checked: bool) -> str:
+def _source(readers: Mapping[str, Reader], late: Mapping[str, Any], *, checked: bool) -> str:
     tests = [reader.test.format(v=f"v_{name}") for name, reader in readers.items() if reader.test]
     calls = [name for name, reader in readers.items() if not reader.test]
     lines = [
@@ -44,7 +48,12 @@ def _source(readers: Mapping[str, Reader], *, checked: bool) -> str:
         "    if type(fields) is not dict:",
         "        return slow(fields)",
         "    try:",
-        *(f'        v_{name} = fields["{name}"]' for name in readers),
+        *(
+            f'        v_{name} = fields.get("{name}", late_{name})'
+            if name in late
+            else f'        v_{name} = fields["{name}"]'
+            for name in readers
+        ),
         "    except KeyError:",
         "        return slow(fields)",
         f"    if not ({' and '.join(tests) or True}):",

@@ -133,6 +133,17 @@ def text_reader(limits: FieldLimits) -> Reader:
     return Reader(read, read_all, f"(type({{v}}) is str and len({{v}}) <= {most})")
 
 
+def bytes_reader(limits: FieldLimits) -> Reader:
+    most = limits.length
+
+    def read(value: Any) -> bytes:
+        if type(value) is not bytes or len(value) > most:
+            raise ValueError(f"expected at most {most} bytes, found {shown(value)}")
+        return value
+
+    return Reader(read)
+
+
 def enum_reader(hint: type[enum.Enum]) -> Reader:
     members = {member.value: member for member in hint}
 

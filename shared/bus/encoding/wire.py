@@ -35,6 +35,7 @@ from penstock.shared.bus.encoding.validation import (
     FieldLimits,
     Reader,
     array_reader,
+    bytes_reader,
     dict_reader,
     enum_reader,
     float_reader,
@@ -61,6 +62,7 @@ _messages: dict[str, type] = {}
 _kinds: dict[type, tuple[str, int]] = {}
 _registered: set[type] = set()
 _column_checks: dict[type, ColumnCheck | None] = {}
+_late: dict[type, tuple[str, ...]] = {}
 _records: dict[type, Reader] = {}
 _writers: dict[type, Write] = {}
 _joins: dict[type, Callable[[list[Any]], dict[str, Any]]] = {}
@@ -73,22 +75,27 @@ def record(cls: type[T]) -> type[T]:
     return cls
 
 
-def columns(check: ColumnCheck | None = None) -> Callable[[type[T]], type[T]]:
-    """Register a dataclass written by columns and checked together."""
+def columns(check: ColumnCheck | None = None, late: tuple[str, ...] = ()) -> Callable[[type[T]], type[T]]:
+    """Register a dataclass written by columns and checked together; those of ``late`` (last) only if they hold something."""
 
     def register(cls: type[T]) -> type[T]:
         _column_checks[cls] = check
+        _late[cls] = late
         return record(cls)
 
     return register
 
 
-def message(kind: str, schema: int) -> Callable[[type[T]], type[T]]:
-    """Register the message ``kind``; raise ``schema`` if old readers would misread the new form."""
+def message(kind: str, schema: int, late: tuple[str, ...] = ()) -> Callable[[type[T]], type[T]]:
+    """Register the message ``kind``; raise ``schema`` if old readers would misread the new form.
+
+    Fields of ``late`` (text) are written only if they hold something; a value whose ``is_plain`` is true, as schema 1.
+    """
 
     def register(cls: type[T]) -> type[T]:
         _messages[kind] = cls
         _kinds[cls] = (kind, schema)
+        _late[cls] = late
         return record(cls)
 
     return register
@@ -102,6 +109,8 @@ def join_by(cls: type, join: Callable[[list[Any]], dict[str, Any]]) -> None:
 def encode(value: object) -> bytes:
     """Encode a registered message."""
     kind, schema = _kinds[type(value)]
+    if getattr(value, "is_plain", False):
+        schema = 1
     return typing.cast(bytes, _packer().pack({"kind": kind, "schema": schema, **_writer(type(value))(value)}))
 
 
@@ -185,10 +194,16 @@ def _expression(hint: Any, value: str, known: dict[str, Any]) -> str:
         return _expression(hint.__origin__, value, known)
     if (row := _columnar(hint)) is not None:
         known[row.__name__] = tuple(field.name for field in dataclasses.fields(row))
-        return f"write_columns({row.__name__}, {value})"
+        return f"write_columns({row.__name__}, {_late[row]!r}, {value})"
     if hint in _registered:
         hints = typing.get_type_hints(hint)
-        pairs = (f"{name!r}: {_expression(inner, f'{value}.{name}', known)}" for name, inner in hints.items())
+        late = _late.get(hint, ())
+        pairs = [
+            f"**({{{name!r}: {value}.{name}}} if {value}.{name} else {{}})"
+            if name in late
+            else f"{name!r}: {_expression(inner, f'{value}.{name}', known)}"
+            for name, inner in hints.items()
+        ]
         return f"{{{', '.join(pairs)}}}"
     record = next((argument for argument in typing.get_args(hint) if argument in _registered), None)
     if record is None:
@@ -237,6 +252,15 @@ def _read_array(code: int, data: bytes) -> npt.NDArray[Any]:
         raise ValueError(f"broken array: {error}") from error
 
 
+def late_defaults(cls: type) -> dict[str, Any]:
+    """Return the late fields of a registered record with their defaults."""
+    late = [field for field in dataclasses.fields(cls) if field.name in _late.get(cls, ())]
+    return {
+        field.name: field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        for field in late
+    }
+
+
 @functools.cache
 def fields_of(cls: type) -> dict[str, Reader]:
     """Return the readers of a registered record's fields."""
@@ -247,7 +271,7 @@ def fields_of(cls: type) -> dict[str, Reader]:
 def _record(cls: type) -> Reader:
     reader = _records.get(cls)
     if reader is None:
-        reader = _records[cls] = record_reader(cls, fields_of(cls))
+        reader = _records[cls] = record_reader(cls, fields_of(cls), late_defaults(cls))
     return reader
 
 
@@ -257,14 +281,14 @@ def _reader(hint: Any, limits: FieldLimits) -> Reader:
     if isinstance(hint, typing.NewType):
         return _reader(hint.__supertype__, limits)
     if (row := _columnar(hint)) is not None:
-        return columns_reader(row, fields_of(row), _column_checks[row], limits.length)
+        return columns_reader(row, fields_of(row), _column_checks[row], limits.length, _late[row])
     if typing.get_origin(hint) is not None or isinstance(hint, types.UnionType):
         return _composite_reader(hint, limits)
     if hint in _registered:
         return _record(hint)
     if issubclass(hint, enum.Enum):
         return enum_reader(hint)
-    return {int: int_reader, float: float_reader, str: text_reader}[hint](limits)
+    return {int: int_reader, float: float_reader, str: text_reader, bytes: bytes_reader}[hint](limits)
 
 
 def _composite_reader(hint: Any, limits: FieldLimits) -> Reader:

@@ -1,5 +1,7 @@
 """Any mutated message is read, or refused as a MessageError. Live: ``tests/chaos/test_fuzz.py``."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -26,7 +28,10 @@ RECORD = PolicyRecord(PolicyVersion(3), PolicyVersion(2), 3, 1.0, "ab", "", {"re
 MESSAGES: dict[type, object] = {
     Prompt: builders.prompt(3),
     RolloutGroup: builders.group(3),
-    Experience: builders.experience(3),
+    Experience: dataclasses.replace(
+        builders.experience(3),
+        group=dataclasses.replace(builders.group(3), samples=(builders.sample(), builders.tree())),
+    ),
     PolicyRecord: RECORD,
     PolicyUpdate: PolicyUpdate(RECORD, 1.0, {"rollout-0": ("h:1",)}),
     StepPlan: StepPlan(1024, "ab", (Misfit(0, (0, 1)),)),

@@ -67,6 +67,8 @@ OTHERS: dict[str, tuple[Any, ...]] = {
     "critic.warmup_steps": (0, 3),
     "critic.decay": (0.5,),
 }
+OF_TURNS = {"credit", "discount"}
+"""They change nothing for completions of one turn: test_credit."""
 PLACES = {"reference", "critic.model"}
 """Where a model is, or which: not what is computed with it. Refused where there is none."""
 
@@ -194,7 +196,7 @@ def test_every_setting_is_tried_and_accepted_somewhere() -> None:
         for table, of in {"": AlgorithmSettings, **nested}.items()
         for name in of.model_fields
     } - nested.keys()
-    assert every == OTHERS.keys() | BatchSettings.model_fields.keys() | PLACES
+    assert every == OTHERS.keys() | BatchSettings.model_fields.keys() | PLACES | OF_TURNS
     for name in OTHERS:
         assert any(next(alternatives(values, name), None) is not None for values in RUNS.values()), name
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.services.trainer.batch.packing import Segments
+from penstock.services.trainer.batch.segments import Segments
 from penstock.services.trainer.model.layers import spans
 from penstock.services.trainer.model.layers.gather import gather_rows
 

@@ -267,10 +267,10 @@ def test_unknown_fields_are_ignored_and_missing_ones_take_their_default() -> Non
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"schema": 2}, "expected 'prompt' with schema <= 1, found 2: update this service"),
+        ({"schema": 3}, "expected 'prompt' with schema <= 2, found 3: update this service"),
         ({"kind": "rollout_group"}, "expected a message of kind 'prompt', found 'rollout_group'"),
-        ({"sampling": 3}, "expected the fields of 'prompt' schema 1, found other ones"),
-        ({"messages": "hello"}, "expected the fields of 'prompt' schema 1, found other ones"),
+        ({"sampling": 3}, "expected the fields of 'prompt' schema 2, found other ones"),
+        ({"messages": "hello"}, "expected the fields of 'prompt' schema 2, found other ones"),
     ],
 )
 def test_a_message_of_another_form_is_refused_with_a_sentence(change: dict[str, object], sentence: str) -> None:
@@ -433,7 +433,7 @@ SAMPLES, PROMPT = ("group", "samples"), ("group", "prompt")
         (("reference_logprobs",), np.zeros(5, np.float32), "expected 6 reference logprobs, found 5"),
         (("kind",), np.zeros(2, np.int32), "expected a message of kind 'experience', found ndarray"),
         (("kind",), "prompt", "expected a message of kind 'experience', found 'prompt'"),
-        (("schema",), np.zeros(2, np.int32), "expected 'experience' with schema <= 1, found ndarray"),
+        (("schema",), np.zeros(2, np.int32), "expected 'experience' with schema <= 2, found ndarray"),
         (("schema",), 1, ""),
     ],
 )
