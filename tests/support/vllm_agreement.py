@@ -23,9 +23,8 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from services.rollout.engines.vllm.arguments import gather, serving
+from services.rollout.engines.vllm.arguments import check_windows, gather, serving
 from services.rollout.engines.vllm.swap.weight_swap import WeightSwapper
-from services.rollout.engines.vllm.windows import check_windows
 from services.trainer.batch.packing import PackedRow, micro_batch
 from services.trainer.model.named_tensors import published
 from services.trainer.model.policy import Policy

@@ -27,13 +27,13 @@ import numpy as np
 import torch
 
 from services.rollout.engines.vllm import start_report
+from services.rollout.engines.vllm.arguments import check_windows
 from services.rollout.engines.vllm.ladder import Ladder, storages, tensors
 from services.rollout.engines.vllm.multihost.hosts import secret_of
 from services.rollout.engines.vllm.multihost.stores import bind_stores
 from services.rollout.engines.vllm.runner_hooks import RunnerTap, can_listen, draw_alike, warm_up_own_routers
 from services.rollout.engines.vllm.swap.weight_swap import WeightSwapper
 from services.rollout.engines.vllm.token_record import Finished, TokenRecord
-from services.rollout.engines.vllm.windows import check_windows
 from services.rollout.engines.vllm.worker_channel import Reporter
 from shared.errors import PeerError, SettingsError, WeightsError, is_out_of_memory
 from shared.peers.frames import Frame

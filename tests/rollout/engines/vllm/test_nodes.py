@@ -15,9 +15,9 @@ import pytest
 import pytest_asyncio
 import torch
 
-from services.rollout.__main__ import vllm_settings
 from services.rollout.engines.engine import EngineDied
 from services.rollout.engines.vllm.engine import VllmEngine
+from services.rollout.engines.vllm.entry import vllm_settings
 from services.rollout.engines.vllm.multihost.hosts import Hosts, hosts_of, secret_of
 from services.rollout.engines.vllm.multihost.node import outlast
 from services.rollout.engines.vllm.start import check, open_vllm
