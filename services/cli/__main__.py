@@ -41,6 +41,19 @@ if TYPE_CHECKING:
 
 _EVENTS = 5
 _RUN, _TOOLS = "Run", "Tools"
+_MOVED = {
+    "calibrate": "plan CONFIG --calibrate RUN",
+    "memory": "plan --memory RUN",
+    "start": "resume",
+    "tail": "events --follow",
+    "diff": "report RUN --against RUN",
+    "policies compare": "policies show VERSION OTHER",
+    "policies unpin": "policies pin VERSION --undo",
+    "policies withdraw": "policies release VERSION --undo",
+    "services uncordon": "services cordon REPLICA --undo",
+    **{f"{group} list": group for group in ("policies", "services", "dead", "runs")},
+}
+"""Commands of earlier versions, and what to type instead."""
 
 app = typer.Typer(
     name="penstock",
@@ -206,16 +219,6 @@ def new(
 
 @app.command(rich_help_panel=_RUN)
 @connected
-def start(connection: Connection, reason: Reason = "") -> None:
-    """Start a run that waits (`coordinator.autostart = false`).
-
-    **Example:** `penstock start`
-    """
-    _steer(connection, "start", reason=reason)
-
-
-@app.command(rich_help_panel=_RUN)
-@connected
 def pause(
     connection: Connection,
     drain: Annotated[bool, typer.Option("--drain", help="Wait until no group is generated or scored.")] = False,
@@ -231,11 +234,14 @@ def pause(
 @app.command(rich_help_panel=_RUN)
 @connected
 def resume(connection: Connection, reason: Reason = "") -> None:
-    """Continue a paused run. If its `penstock up` has ended, use `penstock up --resume`.
+    """Continue a paused run, or start one that waits (`coordinator.autostart = false`).
+
+    If its `penstock up` has ended, use `penstock up --resume`.
 
     **Example:** `penstock resume`
     """
-    _steer(connection, "resume", reason=reason)
+    waits = connection.coordinator().run().state == "created"
+    _steer(connection, "start" if waits else "resume", reason=reason)
 
 
 @app.command(rich_help_panel=_RUN)
@@ -400,35 +406,34 @@ def plan(
 
 
 @app.command(rich_help_panel=_TOOLS)
-def report(run: RunArgument = LATEST, run_option: RunOption = None) -> None:
-    """Write `report.html` of a run from its records, at any time.
+def report(
+    run: RunArgument = LATEST,
+    run_option: RunOption = None,
+    against: Annotated[
+        Path | None, typer.Option("--against", metavar="RUN", help="Compare with this run instead.", show_default=False)
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write `report.html` of a run from its records, at any time, or compare two runs.
 
-    **Example:** `penstock report runs/latest`
+    `--against` compares settings, curves over the steps that both have, and recorded rollouts for the same prompts.
+
+    **Examples:** `penstock report runs/latest` · `penstock report runs/math-a --against runs/math-b`
     """
+    run = named(run_option or run)
+    if against is not None:
+        from penstock.services.cli.reports import diff
+
+        diff.compare(run, named(against), as_json=as_json)
+        return
     from penstock.services.coordinator.records.report import write_report
 
-    run = named(run_option or run)
     if not run.is_dir():
         raise PenstockError(f"no run's folder at {run}: give RUN")
     try:
         console.say(str(write_report(run)))
     except OSError as error:
         raise PenstockError(f"could not write the report in {run}: {error}") from error
-
-
-@app.command("diff", rich_help_panel=_TOOLS)
-def compare_runs(
-    a: Annotated[Path, typer.Argument(metavar="A", help="A run's folder.")],
-    b: Annotated[Path, typer.Argument(metavar="B", help="Another run's folder.")],
-    as_json: AsJson = False,
-) -> None:
-    """Compare two runs: settings, curves over the steps that both have, and recorded rollouts for the same prompts.
-
-    **Example:** `penstock diff runs/math-a runs/math-b`
-    """
-    from penstock.services.cli.reports import diff
-
-    diff.compare(named(a), named(b), as_json=as_json)
 
 
 @data.command("check", context_settings={"ignore_unknown_options": True})
@@ -532,6 +537,13 @@ def _steer(connection: Connection, command: str, **body: str) -> None:
     console.say(f"{seen.run_id}: {seen.state}, step {seen.step} of {seen.steps}")
 
 
+def _refuse_moved(words: list[str]) -> None:
+    """Raise SettingsError with what to type instead of a command of an earlier version."""
+    for count in (1, 2):
+        if (now := _MOVED.get(" ".join(words[:count]))) is not None:
+            raise SettingsError(f"this command has moved: use `penstock {now}`")
+
+
 def _version() -> str:
     try:
         return importlib.metadata.version("penstock")
@@ -544,6 +556,7 @@ def main(arguments: list[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else arguments
     command = next((word for word in words if not word.startswith("-")), "")
     try:
+        _refuse_moved(words)
         app(args=words, prog_name="penstock")
     except PenstockError as error:
         console.warn(f"penstock {command}: {error}")

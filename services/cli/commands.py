@@ -16,33 +16,26 @@ Stream = Annotated[str, typer.Argument(metavar="STREAM")]
 RunId = Annotated[str, typer.Argument(metavar="RUN_ID")]
 Entry = Annotated[str, typer.Argument(metavar="ENTRY")]
 
-policies = typer.Typer(help="List, show, compare, pin or release policy versions.", invoke_without_command=True)
-services = typer.Typer(help="List, cordon, uncordon or drain replicas.", invoke_without_command=True)
-dead = typer.Typer(help="List, show, requeue or discard dead letters.", invoke_without_command=True)
-runs = typer.Typer(help="List or delete the runs of a bus.", invoke_without_command=True)
+Undo = Annotated[bool, typer.Option("--undo", help="Take it back.")]
+
+policies, services, dead, runs = (typer.Typer(invoke_without_command=True) for _ in range(4))
 
 
 def add_to(app: typer.Typer) -> None:
     """Add these commands to ``app``."""
     app.command(rich_help_panel=LOOK)(events)
     app.command(rich_help_panel=LOOK)(page)
-    app.command(rich_help_panel=LOOK)(tail)
     app.command(rich_help_panel="Tools")(doctor)
     for name, group in (("policies", policies), ("services", services), ("dead", dead), ("runs", runs)):
         app.add_typer(group, name=name, rich_help_panel=OPERATE)
 
 
 def _add_list(group: typer.Typer, name: str, path: str, sentence: str) -> None:
-    def show(connection: Connection, most: Most = 1000) -> None:
-        connection.print_list(name, path, most)
-
-    def show_alone(connection: Connection, context: typer.Context, most: Most = 1000) -> None:
+    def show(connection: Connection, context: typer.Context, most: Most = 1000) -> None:
         if context.invoked_subcommand is None:
-            show(connection, most)
+            connection.print_list(name, path, most)
 
-    example = f"**Example:** `penstock {name}`"
-    group.callback(help=f"{group.info.help}\n\n{example}")(connected(show_alone))
-    group.command("list", help=f"{sentence}\n\n{example}")(connected(show))
+    group.callback(help=f"{sentence}\n\n**Example:** `penstock {name}`")(connected(show))
 
 
 # ---------------------------------------------------------------- policies
@@ -53,35 +46,27 @@ _add_list(policies, "policies", "/v1/policies", "List every policy version and t
 
 @policies.command("show")
 @connected
-def show_policy(connection: Connection, version: Version) -> None:
-    """Show one version.
+def show_policy(
+    connection: Connection,
+    version: Version,
+    other: Annotated[int | None, typer.Argument(metavar="[OTHER]", min=0, show_default=False)] = None,
+) -> None:
+    """Show one version, or two side by side.
 
-    **Example:** `penstock policies show 40`
+    **Examples:** `penstock policies show 40` · `penstock policies show 40 80`
     """
-    connection.get(f"/v1/policies/{version}")
+    connection.get(f"/v1/policies/{version}" + ("" if other is None else f"/compare/{other}"))
 
 
-@policies.command("compare")
-@connected
-def compare_policies(connection: Connection, version: Version, other: Version) -> None:
-    """Show two versions side by side.
-
-    **Example:** `penstock policies compare 40 80`
-    """
-    connection.get(f"/v1/policies/{version}/compare/{other}")
-
-
-def _add_mark(word: str, sentence: str) -> None:
-    def mark(connection: Connection, version: Version) -> None:
-        connection.post(f"/v1/policies/{version}/{word}")
+def _add_mark(word: str, undone: str, sentence: str) -> None:
+    def mark(connection: Connection, version: Version, undo: Undo = False) -> None:
+        connection.post(f"/v1/policies/{version}/{undone if undo else word}")
 
     policies.command(word, help=f"{sentence}\n\n**Example:** `penstock policies {word} 40`")(connected(mark))
 
 
-_add_mark("pin", "Protect a version's checkpoint from cleanup.")
-_add_mark("unpin", "Allow cleanup to delete a version's checkpoint.")
-_add_mark("release", "Mark a version as released.")
-_add_mark("withdraw", "Remove the released mark from a version.")
+_add_mark("pin", "unpin", "Protect a version's checkpoint from cleanup.")
+_add_mark("release", "withdraw", "Mark a version as released.")
 
 
 # ---------------------------------------------------------------- services
@@ -90,17 +75,14 @@ _add_mark("withdraw", "Remove the released mark from a version.")
 _add_list(services, "services", "/v1/services", "List every replica.")
 
 
-def _add_cordon(word: str, sentence: str) -> None:
-    def tell_replica(connection: Connection, replica: Replica, reason: Reason = "") -> None:
-        connection.post(f"/v1/services/{replica}/{word}", reason=reason)
+@services.command("cordon")
+@connected
+def cordon_service(connection: Connection, replica: Replica, reason: Reason = "", undo: Undo = False) -> None:
+    """Give a replica no new work; it finishes the work it has.
 
-    services.command(word, help=f"{sentence}\n\n**Example:** `penstock services {word} rollout-0`")(
-        connected(tell_replica)
-    )
-
-
-_add_cordon("cordon", "Give a replica no new work; it finishes the work it has.")
-_add_cordon("uncordon", "Give a replica work again.")
+    **Example:** `penstock services cordon rollout-0`
+    """
+    connection.post(f"/v1/services/{replica}/{'uncordon' if undo else 'cordon'}", reason=reason)
 
 
 @services.command("drain")
@@ -163,15 +145,29 @@ _add_ending("discard", "Remove a dead letter from the run and count it as lost."
 
 
 @connected
-def events(connection: Connection, most: Most = 50) -> None:
+def events(
+    connection: Connection,
+    most: Most = 50,
+    follow: Annotated[bool, typer.Option("--follow", help="Print new events until Ctrl-C.")] = False,
+) -> None:
     """List events, newest first. Those of a run that has ended are read from its folder.
 
-    **Example:** `penstock events --most 20`
+    **Examples:** `penstock events --most 20` · `penstock events --follow --json`
     """
-    if (ended := connection.ended_run()) is not None:
+    if follow:
+        _follow(connection)
+    elif (ended := connection.ended_run()) is not None:
         ended.show_events(most, as_json=connection.as_json)
-        return
-    connection.print_list("events", "/v1/events", most)
+    else:
+        connection.print_list("events", "/v1/events", most)
+
+
+def _follow(connection: Connection) -> None:
+    from penstock.services.cli import tables
+    from penstock.services.up.display import console
+
+    for event in connection.coordinator().events():
+        console.say(json.dumps(event) if connection.as_json else tables.event_line(event))
 
 
 @connected
@@ -183,19 +179,6 @@ def page(connection: Connection) -> None:
     from penstock.services.up.display import console
 
     console.say_link(connection.page_link())
-
-
-@connected
-def tail(connection: Connection) -> None:
-    """Follow events until Ctrl-C; with `--json`, one JSON object per line.
-
-    **Example:** `penstock tail --json`
-    """
-    from penstock.services.cli import tables
-    from penstock.services.up.display import console
-
-    for event in connection.coordinator().events():
-        console.say(json.dumps(event) if connection.as_json else tables.event_line(event))
 
 
 def doctor(

@@ -33,7 +33,7 @@ class LocalPolicy:
         self._settings, self._version = settings, PolicyVersion(version)
         tokenizer = open_tokenizer(settings.policy)
         check_stop_texts(tokenizer, settings.sampling, settings.reward.markers)
-        self._opened = open_model(settings.policy, tokenizer, settings.run.device, settings.rollout.vllm.max_model_len)
+        self._opened = open_model(settings.policy, tokenizer, settings.run.device, settings.rollout.max_model_len)
         self._codec = TokenizerCodec(tokenizer, self._opened, settings.data.chat_template, settings.reward)
 
     def check(self, prompt: Prompt) -> None:

@@ -23,12 +23,7 @@ from typing import cast
 import numpy as np
 from prometheus_client import Counter, Gauge, Histogram
 
-from penstock.services.rollout.engines.engine import (
-    Engine,
-    GeneratedGroup,
-    GenerationRequest,
-    with_texts,
-)
+from penstock.services.rollout.engines.engine import Engine, GeneratedGroup, GenerationRequest, with_texts
 from penstock.services.rollout.engines.prompts import Codec
 from penstock.services.rollout.engines.stop_texts import StopTexts
 from penstock.services.rollout.eval_priority import Precedence
@@ -39,7 +34,15 @@ from penstock.services.rollout.version_hold import Hold
 from penstock.shared.bus import streams
 from penstock.shared.bus.assembly import bare
 from penstock.shared.bus.crowd import Crowd
-from penstock.shared.bus.messages import FinishReason, Int32Array, Prompt, Purpose, RolloutGroup, Sampling
+from penstock.shared.bus.messages import (
+    FinishReason,
+    Int32Array,
+    PolicyVersion,
+    Prompt,
+    Purpose,
+    RolloutGroup,
+    Sampling,
+)
 from penstock.shared.bus.streams import Stream
 from penstock.shared.bus.worker import HandOver, Worker
 from penstock.shared.placement.turns import ReplicaTurns, Suspendable
@@ -112,17 +115,25 @@ class Generation:
     async def handle(self, prompt: Prompt, purpose: Purpose) -> RolloutGroup:
         """Generate the group of ``prompt`` from the stream of ``purpose``; raises PermanentError or NotHere."""
         with IN_PROGRESS.track_inprogress():
-            token_ids = await self._admit(prompt, purpose)
+            token_ids = await self._encoded(prompt, purpose)
             sampling = prompt.sampling
             if prompt.sample is not None:
                 sampling = dataclasses.replace(sampling, samples=1)
-            async with self._precedence.turn(sampling.samples, training=purpose is Purpose.TRAIN):
-                if purpose is Purpose.EVALUATE:
-                    await self._follower.check_kept(prompt.min_version)
-                request = GenerationRequest(token_ids, sampling, seed_of(self._seed, prompt), self._stop(sampling))
-                generated = await self._engine.generate(request)
+            request = GenerationRequest(token_ids, sampling, seed_of(self._seed, prompt), self._stop(sampling))
+            generated = await self.draw(request, prompt.min_version, purpose)
         part = "all" if prompt.sample is None else f"{prompt.sample}"
         return self._made(prompt if prompt.sample is None else bare(prompt), token_ids, [generated], purpose, part)
+
+    async def draw(self, request: GenerationRequest, min_version: PolicyVersion, purpose: Purpose) -> GeneratedGroup:
+        """Return what the engine draws with ``min_version`` or newer, at the turn of ``purpose``; raises NotHere.
+
+        A turn of an episode is drawn here: it is no prompt of the bus, and shares room and precedence with those.
+        """
+        await self._follower.wait_for(min_version)
+        async with self._precedence.turn(request.sampling.samples, training=purpose is Purpose.TRAIN):
+            if purpose is Purpose.EVALUATE:
+                await self._follower.check_kept(min_version)
+            return await self._engine.generate(request)
 
     async def handle_together(
         self, prompt: Prompt, places: Sequence[int], hand_over: HandOver, purpose: Purpose
@@ -135,7 +146,9 @@ class Generation:
             PermanentError, NotHere: no sample can be generated, or one cannot.
         """
         with _in_progress(len(places)) as end:
-            requests = self._requests(prompt, await self._admit(prompt, purpose), places)
+            token_ids = await self._encoded(prompt, purpose)
+            await self._follower.wait_for(prompt.min_version)
+            requests = self._requests(prompt, token_ids, places)
             self._precedence.begin(len(places))
             asked = {
                 asyncio.ensure_future(self._engine.generate(request)): place for place, request in requests.items()
@@ -150,7 +163,6 @@ class Generation:
                     failed = next(filter(None, (task.exception() for task in done)), failed)
                     made = {place: ended[place].result() for place in sorted(ended) if not ended[place].exception()}
                     if made:
-                        token_ids = requests[places[0]].prompt_token_ids
                         names = ",".join(map(str, made))
                         part = self._made(bare(prompt), token_ids, list(made.values()), purpose, names)
                         await hand_over(dataclasses.replace(part, places=tuple(made)))
@@ -162,15 +174,13 @@ class Generation:
             if failed is not None:
                 raise failed
 
-    async def _admit(self, prompt: Prompt, purpose: Purpose) -> Int32Array:
-        """Return the tokens of a prompt that this replica may generate, once it has the prompt's version."""
+    async def _encoded(self, prompt: Prompt, purpose: Purpose) -> Int32Array:
+        """Return the tokens of a prompt that this replica may generate."""
         if self._plausibility is not None:
             await self._plausibility.check(prompt, purpose)
         if prompt.messages is not None:
             await asyncio.to_thread(self._codec.prepare, prompt)  # a model's template may not end
-        token_ids = self._codec.encode(prompt)
-        await self._follower.wait_for(prompt.min_version)
-        return token_ids
+        return self._codec.encode(prompt)
 
     def _requests(self, prompt: Prompt, token_ids: Int32Array, places: Sequence[int]) -> dict[int, GenerationRequest]:
         """Return the request of each sample."""
@@ -411,7 +421,4 @@ def _in_progress(entries: int) -> Iterator[Callable[[int], None]]:
 
 
 def _set(event: asyncio.Event, on: bool) -> None:
-    if on:
-        event.set()
-    else:
-        event.clear()
+    (event.set if on else event.clear)()

@@ -35,7 +35,7 @@ def train(
         loading = _Loading(settings, device, mailbox)
         engine = loading.policy()
         reference, critic = loading.reference(engine), loading.critic()
-        context = settings.rollout.vllm.max_model_len or own_context(engine.model.config.to_dict())
+        context = settings.rollout.max_model_len or own_context(engine.model.config.to_dict())
         mailbox.send(ModelLoaded(engine.vocabulary, context))
         over = Trainer(engine, settings, mailbox, artifacts, critic, reference, stop_requested).run()
     except BaseException as error:
@@ -63,7 +63,7 @@ class _Loading:
         self._settings = settings
         self._device = device
         self._mailbox = mailbox
-        self._context = settings.rollout.vllm.max_model_len
+        self._context = settings.rollout.max_model_len
         full = device == "cpu" or settings.policy.dtype == "float32"
         self._dtype = torch.float32 if full else torch.bfloat16
 

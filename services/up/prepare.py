@@ -251,7 +251,7 @@ def _check_inputs(settings: Settings) -> None:
                 "start the services by themselves on each host (docs/kubernetes.md), or change it"
             )
     check_complete("policy.model", settings.policy.model)
-    limit, new = settings.rollout.vllm.max_model_len, settings.sampling.max_new_tokens
+    limit, new = settings.rollout.max_model_len, settings.sampling.max_new_tokens
     check_context(read_config(settings.policy.model), limit, new, settings.policy.model)
     gpus = visible_gpus()
     check_device(settings, len(gpus))

@@ -112,6 +112,11 @@ class RolloutSettings(Section):
     vllm: VllmSettings = Field(default=VllmSettings())
     """vLLM, where it generates."""
 
+    @property
+    def max_model_len(self) -> int:
+        """The longest sequence, prompt included, whichever engine generates; 0: as long as the model reads."""
+        return self.vllm.max_model_len
+
     @model_validator(mode="after")
     def _agree(self) -> "RolloutSettings":
         if (self.nodes, self.node) == (1, 0):

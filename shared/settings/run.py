@@ -168,7 +168,7 @@ class CoordinatorSettings(Section):
     """Whether `penstock up` makes a token if `token_file` is empty. Without a token, every user of this machine may
     operate the run."""
     autostart: bool = Field(default=True)
-    """Whether the run starts as soon as its services are ready; otherwise it waits for `penstock start`."""
+    """Whether the run starts as soon as its services are ready; otherwise it waits for `penstock resume`."""
     sample_every_steps: PositiveInt = Field(default=5)
     """Steps between two groups written to rollouts.jsonl and shown as tables in trackers."""
 

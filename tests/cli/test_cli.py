@@ -4,6 +4,7 @@ import http.server
 import io
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -237,7 +238,7 @@ def test_a_run_that_has_ended_is_shown_from_its_folder(tmp_path: Path, capsys: p
 @pytest.mark.parametrize(
     "words",
     [
-        *(["status"], ["events"], ["tail"], ["page"], ["pause"], ["start"], ["report"]),
+        *(["status"], ["events"], ["page"], ["pause"], ["resume"], ["report"]),
         *(["export"], ["chat", "--ask", "1+1="], ["push", "owner/name"]),
     ],
 )
@@ -313,12 +314,22 @@ def test_the_reference_page_is_the_settings_own() -> None:
 def test_help_names_the_commands_and_shows_examples() -> None:
     top, up = penstock("--help").stdout, penstock("up", "--help").stdout
     for command in (
-        *("up", "status", "pause", "resume", "stop", "start", "report", "settings"),
-        *("policies", "services", "dead", "events", "tail"),
+        *("up", "status", "pause", "resume", "stop", "report", "settings"),
+        *("policies", "services", "dead", "events"),
     ):
         assert f"│ {command} " in top
     assert "penstock up config/arithmetic.toml --run.steps 50" in up
     assert "penstock up --resume runs/latest" in up
+
+
+@pytest.mark.parametrize("words", [["tail"], ["memory", "runs/x"], ["policies", "unpin", "3"], ["runs", "list"]])
+def test_a_command_that_moved_says_what_to_type_and_that_exists(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    (now,) = re.findall(r"this command has moved: use `penstock ([^`]+)`", capsys.readouterr().err)
+    help_of = [word for word in now.split() if word.islower() and not word.startswith("-")]
+    assert main([*help_of, "--help"]) == 0
 
 
 @pytest.mark.parametrize("width", [40, 60, 100, 200])

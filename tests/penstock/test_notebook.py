@@ -68,16 +68,14 @@ def test_a_folder_is_not_imported_by_a_second_name(name: str) -> None:
 
 
 WORDS = {
-    "calibrate": ["run.toml"],
     "data check": ["run.toml"],
-    "diff": ["runs/old", "runs/old"],
     "new": ["new.toml"],
     "push": ["owner/name"],
     "rollback": ["3"],
     "sft": ["run.toml"],
     "up": ["run.toml"],
 }
-ONLY_EXTRAS = ("calibrate", "chat", "data check", "eval", "export", "push", "sft", "up")
+ONLY_EXTRAS = ("chat", "data check", "eval", "export", "push", "sft", "up")
 
 
 def commands(group: Any, prefix: str = "") -> Iterator[str]:
@@ -123,7 +121,7 @@ def test_a_plain_installation_ends_every_command_in_a_sentence(wheel: Path, tmp_
     shutil.copy(tmp_path / "run.toml", tmp_path / "runs" / "old" / "settings.toml")
     (tmp_path / "runs" / "latest").symlink_to("old")
     names = list(commands(typer.main.get_command(app)))
-    assert "policies compare" in names
+    assert "policies show" in names
     for name in names:
         words = ["-S", "-m", "penstock", *name.split(), *WORDS.get(name, [])]
         ended = subprocess.run([sys.executable, *words], cwd=tmp_path, env=environment, capture_output=True, text=True)

@@ -23,9 +23,8 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from penstock.services.rollout.engines.vllm.arguments import gather, serving
+from penstock.services.rollout.engines.vllm.arguments import check_windows, gather, serving
 from penstock.services.rollout.engines.vllm.swap.weight_swap import WeightSwapper
-from penstock.services.rollout.engines.vllm.windows import check_windows
 from penstock.services.trainer.batch.packing import PackedRow, micro_batch
 from penstock.services.trainer.model.named_tensors import published
 from penstock.services.trainer.model.policy import Policy

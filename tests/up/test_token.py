@@ -97,8 +97,8 @@ async def test_the_command_line_reads_the_token_of_the_run_that_it_asks_and_send
     up.start()
     url, folder = await url_of(up), str(up.run_folder)
     assert '"run_id": "law"' in penstock("status", "--json", "--run", folder).stdout
-    assert penstock("start", "--run", folder, "--url", url).returncode == 0
-    refused = penstock("start", "--run", folder, "--url", url.replace("127.0.0.1", "localhost"))
+    assert penstock("resume", "--run", folder, "--url", url).returncode == 0
+    refused = penstock("resume", "--run", folder, "--url", url.replace("127.0.0.1", "localhost"))
     assert (refused.returncode, "expected a bearer token" in refused.stderr) == (1, True)
     end(up)
 

@@ -72,7 +72,7 @@ def _opened(settings: Settings) -> tuple[Data, Tokenizer, TokenizerCodec]:
     check_tokenizer(*settings.policy.tokenizer_source, for_messages=False)  # before the data, which may take minutes
     data = load_data(settings)
     tokenizer = open_tokenizer(settings.policy)
-    context = settings.rollout.vllm.max_model_len or own_context(read_config(settings.policy.model)) or UNLIMITED
+    context = settings.rollout.max_model_len or own_context(read_config(settings.policy.model)) or UNLIMITED
     return data, tokenizer, TokenizerCodec(tokenizer, Limits(context), settings.data.chat_template, settings.reward)
 
 

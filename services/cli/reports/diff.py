@@ -1,4 +1,4 @@
-"""``penstock diff A B``: the settings in which two runs differ, their curves, and what they answered to the same prompts."""
+"""``penstock report A --against B``: the settings in which two runs differ, their curves, and what they answered to the same prompts."""
 
 import dataclasses
 import itertools

@@ -71,7 +71,7 @@ class Demonstrations:
         config = read_config(settings.policy.model)
         text = config.get("text_config")
         vocabulary = {**config, **(text if isinstance(text, Mapping) else {})}.get("vocab_size")
-        self._context = settings.rollout.vllm.max_model_len or own_context(config) or UNLIMITED
+        self._context = settings.rollout.max_model_len or own_context(config) or UNLIMITED
         limits = Limits(self._context, vocabulary if isinstance(vocabulary, int) else UNLIMITED)
         self._tokenizer = open_tokenizer(settings.policy)
         self._codec = TokenizerCodec(self._tokenizer, limits, settings.data.chat_template, settings.reward)

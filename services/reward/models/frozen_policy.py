@@ -66,7 +66,7 @@ class FrozenPolicy:
         trust = policy.trust_remote_code and source == policy.model
         dtype = pick_dtype(device, on_gpu=policy.dtype)
         module = load_causal_model(where, source, dtype, trust_remote_code=trust)
-        settle_rope(module, settings.rollout.vllm.max_model_len, name=where)
+        settle_rope(module, settings.rollout.max_model_len, name=where)
         self._transform = logits_transform(module)
         self._logits = settings.trainer.logits  # as in the policy, so that logprobs differ by weights only
         projection(module.get_output_embeddings(), self._logits)  # fail now rather than at the first group

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from penstock.services.rollout.engines.engine import (
+    Engine,
     EngineDied,
     GeneratedGroup,
     GeneratedSample,
@@ -20,7 +21,8 @@ from penstock.services.rollout.engines.engine import (
     SwapReport,
     UpdateMode,
 )
-from penstock.services.rollout.engines.prompts import CharacterCodec
+from penstock.services.rollout.engines.opening import Opening
+from penstock.services.rollout.engines.prompts import CharacterCodec, Codec
 from penstock.shared.bus.messages import FinishReason, Float32Array, Int32Array, PolicyVersion
 from penstock.shared.process.memory_timeline import Held
 from penstock.shared.weights.transport.place import DeviceLocation, boot_id
@@ -139,3 +141,11 @@ def _sample(text: str, probability: float, limit: int, versions: list[PolicyVers
 def _spans(versions: list[PolicyVersion]) -> Int32Array:
     starts = [place for place in range(len(versions)) if place == 0 or versions[place] != versions[place - 1]]
     return np.array([[start, versions[start]] for start in starts], dtype=np.int32)
+
+
+async def load() -> None:
+    """Nothing is imported."""
+
+
+async def open_engine(opening: Opening) -> tuple[Engine, Codec]:
+    return ScriptedEngine(seed=opening.settings.run.seed), CharacterCodec()

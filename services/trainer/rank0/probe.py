@@ -50,7 +50,7 @@ class Prober:
         self._every = settings.internal.probe_every_versions if settings.kind.generates else 0
         policy: Any = engine.policy
         self._most = settings.trainer.micro_batch_tokens
-        longest = longest_tokens(policy.model.config, settings.rollout.vllm.max_model_len)
+        longest = longest_tokens(policy.model.config, settings.rollout.max_model_len)
         self._longest = max(2, min(longest, self._most))
         self._merges = settings.policy.lora.rank > 0 and not settings.publishes_adapters
         """Whether rounding of the merged weights loses small changes, so that none can be missing."""

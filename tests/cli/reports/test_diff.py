@@ -1,4 +1,4 @@
-"""`penstock diff`: two runs by their settings and records."""
+"""`penstock report --against`: two runs by their settings and records."""
 
 import json
 from pathlib import Path
@@ -55,7 +55,7 @@ def test_supervised_runs_are_compared_by_their_loss(runs: tuple[Path, Path]) -> 
 
 
 def test_the_comparison_is_printed(runs: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["diff", *map(str, runs)]) == 0
+    assert main(["report", str(runs[0]), "--against", str(runs[1])]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["trainer.learning_rate", "1e-06", "2e-06"] in rows
     assert ["reward_mean", "0.2", "▁▅█", "0.3", "▁██"] in rows
@@ -78,7 +78,7 @@ def test_rollouts_for_the_same_prompts_are_compared_those_that_differ_most_first
         ("b", (Group("b", 2, 1.0, "1"), Group("b", 2, 0.0, "0"))),
         ("a", (Group("a", 3, 0.25, "0.5"), Group("a", 1, 0.25, "0.5"))),
     ]
-    assert main(["diff", *map(str, runs)]) == 0
+    assert main(["report", str(runs[0]), "--against", str(runs[1])]) == 0
     rows = [line.split("  ") for line in capsys.readouterr().out.splitlines()]
     assert ['step 2: reward 1, "1"', 'step 2: reward 0, "0"'] in [
         [cell.strip() for cell in row if cell][1:] for row in rows
@@ -101,12 +101,12 @@ def test_prompts_are_the_same_wherever_their_rows_are(runs: tuple[Path, Path]) -
 
 
 def test_equal_runs_have_no_difference(runs: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["diff", str(runs[0]), str(runs[0]), "--json"]) == 0
+    assert main(["report", str(runs[0]), "--against", str(runs[0]), "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert (shown["settings"], shown["steps"]) == ({}, 3)
     assert shown["last"]["accuracy heldout"] == [0.5, 0.5]
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["diff", str(tmp_path / "a"), str(tmp_path / "b")]) == 2
+    assert main(["report", str(tmp_path / "a"), "--against", str(tmp_path / "b")]) == 2
     assert "no run's folder or settings file at" in capsys.readouterr().err

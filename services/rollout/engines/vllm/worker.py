@@ -27,13 +27,13 @@ import numpy as np
 import torch
 
 from penstock.services.rollout.engines.vllm import start_report
+from penstock.services.rollout.engines.vllm.arguments import check_windows
 from penstock.services.rollout.engines.vllm.ladder import Ladder, storages, tensors
 from penstock.services.rollout.engines.vllm.multihost.hosts import secret_of
 from penstock.services.rollout.engines.vllm.multihost.stores import bind_stores
 from penstock.services.rollout.engines.vllm.runner_hooks import RunnerTap, can_listen, draw_alike, warm_up_own_routers
 from penstock.services.rollout.engines.vllm.swap.weight_swap import WeightSwapper
 from penstock.services.rollout.engines.vllm.token_record import Finished, TokenRecord
-from penstock.services.rollout.engines.vllm.windows import check_windows
 from penstock.services.rollout.engines.vllm.worker_channel import Reporter
 from penstock.shared.errors import PeerError, SettingsError, WeightsError, is_out_of_memory
 from penstock.shared.peers.frames import Frame

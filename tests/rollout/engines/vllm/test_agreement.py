@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from transformers import Cohere2Config as CohereConfiguration
 
+from penstock.services.rollout.engines.vllm.arguments import check_windows
 from penstock.services.rollout.engines.vllm.swap.reload_repairs import DirectWrites
-from penstock.services.rollout.engines.vllm.windows import check_windows
 from penstock.shared.errors import SettingsError, WeightsError
 from tests.support import model_page, vllm_agreement
 

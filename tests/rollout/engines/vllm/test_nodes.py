@@ -15,9 +15,9 @@ import pytest
 import pytest_asyncio
 import torch
 
-from penstock.services.rollout.__main__ import vllm_settings
 from penstock.services.rollout.engines.engine import EngineDied
 from penstock.services.rollout.engines.vllm.engine import VllmEngine
+from penstock.services.rollout.engines.vllm.entry import vllm_settings
 from penstock.services.rollout.engines.vllm.multihost.hosts import Hosts, hosts_of, secret_of
 from penstock.services.rollout.engines.vllm.multihost.node import outlast
 from penstock.services.rollout.engines.vllm.start import check, open_vllm
