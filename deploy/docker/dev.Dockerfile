@@ -1,7 +1,7 @@
 # For development and for the CPU smoke run of deploy/k8s/examples: every service, the tests and the arithmetic example.
 #
-#   docker build -f deploy/docker/dev.Dockerfile -t "$REGISTRY/penstock-dev:0.1.0" .
-#   docker run --rm -it "$REGISTRY/penstock-dev:0.1.0" -m penstock.services.cli up config/arithmetic.toml --run.folder /tmp/runs
+#   docker build -f deploy/docker/dev.Dockerfile -t "$REGISTRY/penstock-dev:0.2.0" .
+#   docker run --rm -it "$REGISTRY/penstock-dev:0.2.0" -m penstock.services.cli up config/arithmetic.toml --run.folder /tmp/runs
 ARG BASE=python:3.12.12-slim-bookworm
 
 FROM ${BASE}

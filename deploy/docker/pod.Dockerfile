@@ -2,7 +2,7 @@
 #
 # Build from the repository's root:
 #
-#   docker build -f deploy/docker/pod.Dockerfile -t "$REGISTRY/penstock-pod:0.1.0" .
+#   docker build -f deploy/docker/pod.Dockerfile -t "$REGISTRY/penstock-pod:0.2.0" .
 #
 # BASE may be any Debian bookworm with Python 3.11 or newer; pin it by digest for builds that can be repeated.
 ARG BASE=python:3.12.12-slim-bookworm

@@ -2,7 +2,7 @@
 #
 # Build from the repository's root:
 #
-#   docker build -f deploy/docker/reward.Dockerfile -t "$REGISTRY/penstock-reward:0.1.0" .
+#   docker build -f deploy/docker/reward.Dockerfile -t "$REGISTRY/penstock-reward:0.2.0" .
 #
 # LOCK=reward-models adds reward models and reference logprobs, with PyTorch.
 # BASE may be any Debian bookworm with Python 3.11 or newer; pin it by digest for builds that can be repeated.

@@ -2,7 +2,7 @@
 #
 # Build from the repository's root:
 #
-#   docker build -f deploy/docker/trainer.Dockerfile -t "$REGISTRY/penstock-trainer:0.1.0" .
+#   docker build -f deploy/docker/trainer.Dockerfile -t "$REGISTRY/penstock-trainer:0.2.0" .
 #
 # LOCK=trainer-kernels adds 8-bit Adam, and kernels that save a tenth of a step.
 # BASE may be any Debian bookworm with Python 3.11 or newer; pin it by digest for builds that can be repeated.

@@ -37,7 +37,7 @@ def revisions() -> list[Json]:
     first = merged(smoke_values, {"run": {"config": config, "kind": "workloads"}, **more})
     first["networkPolicy"] = {"enabled": False}  # nothing enforces them between these processes
     images: Json = {
-        role: {"image": smoke_values["coordinator"]["image"].replace("0.1.0", "0.1.1")} for role in SERVICES
+        role: {"image": smoke_values["coordinator"]["image"].replace("0.2.0", "0.2.1")} for role in SERVICES
     }
     more_checkpoints = {"config": config.replace("checkpoint_every_steps = 50", "checkpoint_every_steps = 2")}
     second = merged(first, {**images, "run": more_checkpoints})

@@ -38,7 +38,7 @@ def exported() -> frozenset[str]:
     for file in sorted([*(ROOT / "services").rglob("*.py"), *(ROOT / "shared").rglob("*.py")]):
         path = str(file.relative_to(ROOT))
         if "from prometheus_client import" in file.read_text() and path not in HEAVY:
-            importlib.import_module(path.removesuffix(".py").replace("/", "."))
+            importlib.import_module(f"penstock.{path.removesuffix('.py').replace('/', '.')}")
     for family in REGISTRY.collect():
         suffixes = {"counter": ["_total"], "histogram": ["_bucket", "_sum", "_count"]}.get(family.type, [""])
         names |= {family.name + suffix for suffix in suffixes}

@@ -56,16 +56,16 @@ def test_every_image_has_its_digest_in_the_values_that_are_written_and_its_own_l
         assert re.fullmatch(rf"{REGISTRY}/{name}@sha256:[0-9]{{64}}", given_values["image"])
     built = [line for line in (tmp_path / "calls").read_text().splitlines() if " --build-arg " in line]
     assert built == [
-        f"buildah build -f deploy/docker/reward.Dockerfile --build-arg LOCK=reward-models -t {REGISTRY}/penstock-reward:0.1.0 ."
+        f"buildah build -f deploy/docker/reward.Dockerfile --build-arg LOCK=reward-models -t {REGISTRY}/penstock-reward:0.2.0 ."
     ]
 
 
 def test_both_charts_are_pushed_in_the_form_of_oci() -> None:
     assert [line for line in PUBLISHED if line.startswith("helm")] == [
         "helm package deploy/k8s/penstock --destination /tmp/charts",
-        f"helm push /tmp/charts/penstock-0.1.0.tgz oci://{REGISTRY}/charts",
+        f"helm push /tmp/charts/penstock-0.2.0.tgz oci://{REGISTRY}/charts",
         "helm package deploy/k8s/penstock-monitoring --destination /tmp/charts",
-        f"helm push /tmp/charts/penstock-monitoring-0.1.0.tgz oci://{REGISTRY}/charts",
+        f"helm push /tmp/charts/penstock-monitoring-0.2.0.tgz oci://{REGISTRY}/charts",
     ]
 
 

@@ -331,7 +331,7 @@ def test_a_reference_that_no_answer_can_equal_is_a_bad_row_that_is_named(tmp_pat
 @pytest.mark.parametrize(
     ("name", "value", "reason"),
     [
-        ("_NEEDED", ("services.missing",), "where the reward service is installed"),
+        ("_NEEDED", ("penstock.services.missing",), "where the reward service is installed"),
         ("_LEAST_S", 0.0, "took more than 0 s"),
         ("_COMMAND", (sys.executable, "-c", "raise SystemExit('killed')"), "failed: killed"),
     ],

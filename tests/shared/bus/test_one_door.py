@@ -64,7 +64,7 @@ def test_nothing_outside_of_shared_bus_speaks_redis() -> None:
 def declarations() -> dict[str, str]:
     files = [ROOT / "shared/bus/keys.py", ROOT / "shared/bus/bus.py", *(ROOT / "shared/bus/stores").rglob("*.py")]
     for file in files:
-        importlib.import_module(".".join(file.relative_to(ROOT).with_suffix("").parts))
+        importlib.import_module(".".join(("penstock", *file.relative_to(ROOT).with_suffix("").parts)))
     sources = [(file.stem, file.read_text(encoding="utf-8")) for file in files]
     return {
         name: stem for stem, text in sources for name in re.findall(r'^[A-Z_]+ = key\(\s*"([^"]+)"', text, re.MULTILINE)
