@@ -268,7 +268,7 @@ def refusal(words: list[str]) -> str:
         return "NoSuchCommand"
     try:
         command.make_context("penstock", words)
-    except Exception as error:  # noqa: BLE001 - Typer brings a copy of click, without public names for its errors
+    except Exception as error:  # Typer brings a copy of click, without public names for its errors
         return type(error).__name__
     return ""
 
