@@ -4,11 +4,19 @@ import ast
 import doctest
 import json
 import re
+import shlex
+import tomllib
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
+import yaml
+from typer.main import get_command
+
+from penstock.services.cli.__main__ import app
+from penstock.services.cli.settings_help import entries
+from penstock.shared.settings import loads
 
 ROOT = Path(__file__).parent.parent
 KINDS = ("Counter", "Gauge", "Histogram", "Info", "Summary")
@@ -220,6 +228,82 @@ def metrics(path: Path) -> set[str]:
     calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call) and node.args]
     made = [call for call in calls if isinstance(call.func, ast.Name) and call.func.id in KINDS]
     return {str(call.args[0].value) for call in made if isinstance(call.args[0], ast.Constant)}
+
+
+def fragments(page: Path) -> list[tuple[str, str]]:
+    """Return the fenced fragments of a page, each with its language."""
+    return re.findall(r"^```(\w*)\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("page", [*PAGES, *EXAMPLES], ids=name_of)
+def test_fragments_are_valid(page: Path) -> None:
+    for language, text in fragments(page):
+        match language:
+            case "toml" if "first(code, answer)" in text:  # its scorers are of other fragments
+                tomllib.loads(text)
+            case "toml":
+                loads(text, name_of(page))
+            case "json":
+                assert [json.loads(line) for line in text.splitlines()]
+            case "yaml":
+                yaml.safe_load(text)
+            case "python":
+                compile(text, name_of(page), "exec")
+
+
+def commands(page: Path) -> Iterator[tuple[str, bool]]:
+    """Yield the commands of a page, and whether one is complete: prose may leave arguments out."""
+    for _, text in fragments(page):
+        yield from ((line.partition(" # ")[0], True) for line in text.replace("\\\n", " ").splitlines())
+    spans = re.findall(r"`([^`]+)`", "\n".join(prose(page)))
+    yield from ((" ".join(span.split()), False) for span in spans)
+
+
+def refusal(words: list[str]) -> str:
+    """Return the name of the error with which the command line refuses ``words``, or ""."""
+    command = get_command(app)
+    while words and words[0] in getattr(command, "commands", {}):
+        command, words = vars(command)["commands"][words[0]], words[1:]
+    if words and not words[0].startswith("-") and hasattr(command, "commands"):
+        return "NoSuchCommand"
+    try:
+        command.make_context("penstock", words)
+    except Exception as error:  # Typer brings a copy of click, without public names for its errors
+        return type(error).__name__
+    return ""
+
+
+@pytest.mark.parametrize("page", [*PAGES, *EXAMPLES], ids=name_of)
+def test_commands_are_those_of_the_command_line(page: Path) -> None:
+    for line, complete in commands(page):
+        if match := re.fullmatch(r"(?:[A-Z_]+=\S+ )*(?:\.venv/bin/)?penstock ([a-z].*)", line.strip()):
+            allowed = {"", "Exit"} if complete else {"", "Exit", "MissingParameter", "BadOptionUsage"}
+            assert refusal(shlex.split(re.sub(r"\bN\b", "1", match[1]))) in allowed, line
+
+
+def test_what_is_no_command_is_noticed() -> None:
+    assert refusal(["rollback", "forty"]) == "BadParameter"
+    assert refusal(["rollback"]) == "MissingParameter"
+    assert refusal(["rollbak", "40"]) == "NoSuchCommand"
+    assert refusal(["rollback", "40", "--reasons", "x"]) == "NoSuchOption"
+
+
+def test_flags_that_the_documents_name_are_settings() -> None:
+    keys = {entry.key for entry in entries()}
+    named = {
+        (name_of(page), flag) for page in PAGES for flag in re.findall(r"--([a-z]+(?:\.[a-z_0-9]+)+)", page.read_text())
+    }
+    assert len(named) > 30
+    assert [flag for flag in sorted(named) if flag[1] not in keys] == []
+
+
+def test_requests_that_the_documents_name_are_of_the_api() -> None:
+    paths = json.loads((ROOT / "docs/openapi.json").read_text(encoding="utf-8"))["paths"]
+    known = [f"{method.upper()} {re.sub('{[^}]+}', '[^/]+', path)}" for path in paths for method in paths[path]]
+    requests = r"\b((?:GET|POST|PATCH|PUT|DELETE) /[\w/{}.-]*)"
+    named = {request.rstrip(".") for page in PAGES for request in re.findall(requests, page.read_text())}
+    assert len(named) > 25
+    assert [request for request in sorted(named) if not any(re.fullmatch(path, request) for path in known)] == []
 
 
 MODULES_WITH_EXAMPLES = [

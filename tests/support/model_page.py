@@ -1,6 +1,7 @@
 """Write docs/models.md from ``model_verdicts.toml``: ``python -m tests.support.model_page``."""
 
 import dataclasses
+import textwrap
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -13,14 +14,14 @@ _HEAD = """\
 
 Which models Penstock trains, and how that is known. `make models` writes this page from `tests/support/model_verdicts.toml`; `tests/trainer/model/test_models.py` holds it.
 
-Each line below is a family of transformers, by its `model_type`, with a suffix for a variant of its configuration. A tiny model of it, with
-random weights, is loaded as a run loads it, and two groups with shared prompts go through the trainer's policy. Logprobs of all tokens and
-gradients of all parameters must be those of transformers' own model with its "eager" attention, one sequence at a time, to 1e-5 in float32.
+Names are `model_type`s of transformers, with a suffix for a variant of the configuration. Of a tiny model with random weights, logprobs of all tokens
+and gradients of all parameters in the trainer must be those of transformers' own model with its "eager" attention, one sequence at a time, to 1e-5 in
+float32.
 
 The self-test (`services/trainer/self_test/self_test.py`) repeats this when the trainer starts, with the weights, number types, adapters and kernels
-of the run: logprobs and a gradient must agree to 1e-3 in float32, and within the spread of roundings in half precision. If packed rows differ,
-sequences go one by one; if these differ too, the start is refused. Critics, reward models and the reward service's reference are tested likewise. The
-self-test crosses sliding windows of up to 1024 tokens on a GPU and 160 on a CPU, and does not cover gradients of large matrices.
+of the run: to 1e-3 in float32, and within the spread of roundings in half precision. If packed rows differ, sequences go one by one; if these differ
+too, the start is refused. Critics, reward models and the reward service's reference are tested likewise. It crosses sliding windows of up to 1024
+tokens on a GPU and 160 on a CPU, and does not cover gradients of large matrices.
 """
 _ROWS = """
 ## Packed rows
@@ -30,14 +31,14 @@ A group's prompt is computed once, and completions lie side by side (`trainer.pa
 _SEQUENCES = """
 ## Sequence by sequence
 
-`"auto"` runs each sequence through the model by itself, because packed rows are not known to be right for it. The result is exact; each prompt is
-computed once for each of its completions, so long prompts cost more.
+Packed rows are not known to be right for these. The result is exact; each prompt is computed once for each of its completions, so long prompts cost
+more.
 """
 _ONE_RANK = """
 ## One training rank
 
-With several ranks and `trainer.zero_stage` from 1 on each forward pass has to reach the same weights: a rank without samples computes one token. The
-self-test refuses these models then, and others of which a short pass reaches fewer weights, such as experts that are modules of their own.
+With several ranks and `trainer.zero_stage` from 1 on each forward pass has to reach the same weights. The self-test refuses these models then, and
+others of which a short pass reaches fewer weights, such as experts that are modules of their own.
 """
 _REFUSED = """
 ## Refused
@@ -52,9 +53,8 @@ The trainer does not start, and says why.
 _VLLM = """
 ## Trainer and vLLM
 
-vLLM computes the same model with code of its own. For the families below (`tests/support/vllm_agreement.py`; vLLM 0.32 for the CPU, float32), vLLM
-starts with a tiny checkpoint, every tensor of the trainer's policy changes, the replica's code puts it into the running engine, and vLLM samples
-completions. Its logprobs and those of the trainer's packed rows must agree to 1e-4 nats, after each of two updates; 1e-6 is common.
+vLLM computes the same model with code of its own. For the families below (`tests/support/vllm_agreement.py`; vLLM 0.32 for the CPU, float32) its
+logprobs and those of the trainer's packed rows must agree to 1e-4 nats, after each of two updates of every tensor.
 
 Tested at each change: {tested}
 
@@ -73,8 +73,8 @@ These are served, but with other logprobs than the trainer's. Use `rollout.engin
 | --- | --- |
 """
 _GPU = """
-On a GPU, the same comparison with vLLM 0.26 on an H200 (float32 weights, attention and experts multiply in TF32). The largest gap after a start and two
-updates, in nats; above 0.1 the two disagree, and the guard `probe` pauses a run in which that is beyond rounding.
+The same with vLLM 0.26 on an H200 (float32 weights, attention and experts multiply in TF32): the largest gap in nats. Above 0.1 the two disagree, and
+the guard `probe` pauses a run in which that is beyond rounding.
 
 | model | gap |
 | --- | --- |
@@ -112,9 +112,13 @@ def verdicts() -> Verdicts:
 
 def text(table: Verdicts) -> str:
     lists = (_HEAD, _ROWS, _listed(table.rows), _SEQUENCES, _listed(table.sequences))
-    return "".join(
-        (*lists, _ONE_RANK, _listed(table.one_rank), _REFUSED, _messages(table.refused), _agreement(table.vllm))
-    )
+    rest = (_ONE_RANK, _listed(table.one_rank), _REFUSED, _messages(table.refused), _agreement(table.vllm))
+    blocks = "".join((*lists, *rest)).strip().split("\n\n")
+    return "\n\n".join(block if block.startswith(("|", "#")) else _wrapped(block) for block in blocks) + "\n"
+
+
+def _wrapped(block: str) -> str:
+    return textwrap.fill(block, 120, break_long_words=False, break_on_hyphens=False)
 
 
 def _agreement(table: Agreement) -> str:
