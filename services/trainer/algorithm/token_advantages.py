@@ -19,9 +19,9 @@ from penstock.services.trainer.algorithm.advantages import (
     gae,
     group_advantages,
     normalise,
+    token_credit,
     token_rewards,
 )
-from penstock.services.trainer.algorithm.credit import token_credit
 from penstock.services.trainer.algorithm.diagnostics import moments
 from penstock.services.trainer.algorithm.loss.aggregation import sequence_sums
 from penstock.services.trainer.algorithm.loss.kl import estimate

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from penstock.services.trainer.algorithm.advantages import group_advantages
-from penstock.services.trainer.algorithm.credit import token_credit, turn_advantages
+from penstock.services.trainer.algorithm.advantages import group_advantages, token_credit, turn_advantages
 from penstock.shared.settings.algorithm import AlgorithmSettings
 from tests.support import builders
 
