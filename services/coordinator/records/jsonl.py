@@ -14,7 +14,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -103,11 +103,11 @@ def _once(lines: Iterable[dict[str, Json]]) -> Iterator[dict[str, Json]]:
     """Drop a line whose entry is not above all before it, and, of lines without one, a version's set that was there."""
     newest, evaluated = (0, 0), set[tuple[Json, Json]]()
     for line in lines:
-        place, evaluation = _place(line), (line.get("version"), line.get("set"))
-        if place > (0, 0):
-            if place <= newest:
+        entry, evaluation = place(line), (line.get("version"), line.get("set"))
+        if entry > (0, 0):
+            if entry <= newest:
                 continue
-            newest = place
+            newest = entry
         elif isinstance(evaluation[0], int) and isinstance(evaluation[1], str):
             if evaluation in evaluated:
                 continue
@@ -115,12 +115,54 @@ def _once(lines: Iterable[dict[str, Json]]) -> Iterator[dict[str, Json]]:
         yield line
 
 
-def _place(line: dict[str, Json]) -> Entry:
+def place(line: Mapping[str, Json]) -> Entry:
     """Return a line's entry, (0, 0) without one."""
     entry = line.get("entry")
     if not isinstance(entry, str) or (parts := re.fullmatch("([0-9]{1,19})-([0-9]{1,19})", entry)) is None:
         return (0, 0)
     return int(parts[1]), int(parts[2])
+
+
+class Tail:
+    """A reader that continues where it stopped."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: tuple[int, int] = (0, 0)
+        """Inode, and the end of the last line that was read."""
+        self.is_whole = True
+        """Whether the last call read all lines."""
+
+    def is_replaced(self) -> bool:
+        """Whether another file is there now; it is read from its start."""
+        inode, size = state_of(self._path) or (0, 0)
+        if replaced := self._file[1] > 0 and (inode != self._file[0] or size < self._file[1]):
+            self._file = (0, 0)
+        return replaced
+
+    def read(self, most: int) -> Iterator[tuple[int, dict[str, Json]]]:
+        """Yield up to ``most`` new lines with their offset."""
+        self.is_whole = True
+        if not self._path.exists():
+            return
+        with self._path.open("rb") as file:
+            inode, offset = os.fstat(file.fileno()).st_ino, file.seek(self._file[1])
+            for line in itertools.islice(file, most):
+                if (record := _parse(line)) is not None:  # what follows the last record may be cut off
+                    self._file = (inode, offset + len(line))
+                    yield offset, record
+                offset += len(line)
+            self.is_whole = not file.readline()
+
+    def at(self, offsets: Iterable[int]) -> Iterator[dict[str, Json]]:
+        """Yield the lines at these offsets."""
+        offsets = iter(offsets)
+        if (first := next(offsets, None)) is None:
+            return
+        with self._path.open("rb") as file:
+            for offset in itertools.chain([first], offsets):
+                file.seek(offset)
+                yield _parse(file.readline()) or {}
 
 
 def newest_first(path: Path, before: Entry | None = None) -> Iterator[dict[str, Json]]:
@@ -192,7 +234,7 @@ def _mend(path: Path) -> dict[str, Json] | None:
                 break
             end = start
         file.truncate(end)
-    return max(itertools.islice(newest_first(path), _NEWEST_LINES), key=_place, default=None)
+    return max(itertools.islice(newest_first(path), _NEWEST_LINES), key=place, default=None)
 
 
 def state_of(path: Path) -> tuple[int, int] | None:

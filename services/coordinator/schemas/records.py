@@ -1,7 +1,7 @@
 """Schemas of training records: step reports, and groups with their scores."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from services.coordinator.schemas.run import ResponseModel, Sentence
 from shared.bus.messages import FinishReason, Json, ScoreStatus
@@ -22,6 +22,42 @@ class StepView(ResponseModel):
     """Trained samples by lag in steps."""
     metrics: dict[str, float | None]
     """See docs/reference/metrics.md; null: not finite."""
+
+
+class CurveView(ResponseModel):
+    """One metric by bucket; null: no value."""
+
+    last: list[float | None]
+    low: list[float | None] | None
+    """Minimum; null: each bucket is one step."""
+    high: list[float | None] | None
+    """Maximum."""
+
+
+class MarkView(ResponseModel):
+    """What happened to the run at a step."""
+
+    step: int
+    kind: Literal["rollback", "restart", "settings"]
+    text: Sentence
+
+
+class CurvesView(ResponseModel):
+    """The metrics of a range of steps, in buckets."""
+
+    first_step: int
+    """Of the run, as far as it is read."""
+    last_step: int
+    steps: int
+    whole: bool
+    """False: after a start, the records are still read; ask again."""
+    width: int
+    """Steps in a bucket."""
+    step: list[int]
+    """The last step of each bucket."""
+    metrics: dict[str, CurveView]
+    """See docs/reference/metrics.md."""
+    marks: list[MarkView]
 
 
 class MemorySampleView(ResponseModel):

@@ -2,7 +2,8 @@
 
 import { enter, follow, forgetToken, get, hasToken, onToken } from "./api.js";
 import { askToken, pause, resume, rollBack, start, stop } from "./commands.js";
-import { drawCurves } from "./curves.js";
+import { cursorIn } from "./cursor.js";
+import { drawCurves, rangeOf } from "./curves.js";
 import { drawFlow } from "./flow.js";
 import { drawLineage } from "./lineage.js";
 import { History } from "./history.js";
@@ -15,10 +16,10 @@ import { showVersion } from "./version.js";
 import { byId, clock, duration, el, figure, redraw, say } from "./dom.js";
 
 const EVERY_MS = 1000, SELDOM_MS = 3000, AWAY_MS = 15000;
-const EVENTS = 100, GROUPS = 5, REPORTS = 200;
+const EVENTS = 100, GROUPS = 5, REPORTS = 200, POINTS = 240;
 
 const history = new History();
-const shown = { run: null, services: [], operations: [], letters: [], groups: [], memory: [], held: false, cursor: null, query: "", maxLag: null, revision: null };
+const shown = { run: null, curves: null, stamp: 0, zoom: null, services: [], operations: [], letters: [], groups: [], memory: [], held: false, cursor: null, query: "", maxLag: null, revision: null };
 let seldomAt = 0;
 
 // ---------------------------------------------------------------- parts
@@ -89,8 +90,11 @@ function draw() {
   drawWatch(run);
   drawFlow(byId("flow"), run, shown.services, shown.maxLag, (one) => showReplica(one, changed));
   const revoked = new Set(history.policies.filter((one) => one.state === "revoked").map((one) => one.version));
-  drawCurves(byId("curves"), history.steps, run.evaluations.filter((one) => !revoked.has(one.version)), shown.maxLag);
+  say(byId("range"), `${rangeOf(shown.curves)} Drag over a curve to zoom.`);
+  drawCurves(byId("curves"), shown.curves, run.evaluations.filter((one) => !revoked.has(one.version)), shown.maxLag, [shown.stamp, run.evaluations.length]);
   drawMemory(byId("memory"), shown.memory);
+  showCursor();
+  showMemoryCursor();
   drawLineage(byId("lineage"), history.policies, run.head, run.state,
     (target) => rollBack(target, history.policies, shown.run, changed), (one) => showVersion(one, history.policies, shown.run, changed));
   drawRollouts(byId("rollouts"), shown.groups, shown.held, (problem) => trying(() => find("problem", problem)), shown.query ? "no group matches" : "no steps yet");
@@ -102,14 +106,29 @@ function draw() {
 
 async function look() {
   const run = await get("v1/run");
-  const moved = run.step !== shown.run?.step || run.state !== shown.run?.state;
+  const moved = run.step > (shown.curves?.last_step ?? -1) || run.step < shown.run?.step, seldom = performance.now() - seldomAt > SELDOM_MS;
   shown.run = run;
-  if (moved) await history.readSteps();
-  if (performance.now() - seldomAt > SELDOM_MS) {
+  // a bucket of many steps is not worth a look at each
+  if (moved || shown.curves?.whole !== true) if (seldom || shown.curves?.width === 1 || shown.curves === null) await lookAtCurves();
+  if (seldom) {
     seldomAt = performance.now();
     await lookSeldom(run);
   }
   byId("main").hidden = false; // before the first answer there is nothing to see
+  draw();
+}
+
+async function lookAtCurves() {
+  const [from, to] = shown.zoom ?? [];
+  shown.curves = await get(`v1/run/curves?points=${POINTS}${from === undefined ? "" : `&from=${Math.ceil(from)}&to=${Math.floor(to)}`}`);
+  shown.stamp += 1;
+}
+
+/** Show the steps of a range, which the server samples anew; null: all. */
+async function zoom(from, to) {
+  shown.zoom = from === null ? null : [from, Math.max(to, from + 1)];
+  byId("whole").hidden = from === null;
+  await lookAtCurves();
   draw();
 }
 
@@ -196,7 +215,11 @@ async function hear() {
   });
 }
 
+const showCursor = cursorIn(byId("curves"), { zoom: (from, to) => trying(() => zoom(from, to)) });
+const showMemoryCursor = cursorIn(byId("memory"));
 onToken(askToken);
+byId("whole").addEventListener("click", () => trying(() => zoom(null, null)));
+addEventListener("resize", () => { if (shown.curves !== null) draw(); });
 byId("start").addEventListener("click", () => start(shown.run, lookNow));
 byId("pause").addEventListener("click", () => pause(shown.run, lookNow));
 byId("resume").addEventListener("click", () => resume(shown.run, lookNow));

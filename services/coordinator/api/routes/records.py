@@ -3,6 +3,7 @@
 ::
 
     /v1/run/steps      the stream `steps`
+    /v1/run/curves     metrics.jsonl, in buckets
     /v1/run/memory     the stream `memory`
     /v1/run/rollouts   groups since the newest checkpoint; before it, a sample from rollouts.jsonl
 
@@ -11,19 +12,23 @@ After a rollback a step's newest report is valid.
 
 import asyncio
 import dataclasses
+import functools
 import itertools
+import json
+import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Query, Response
 from pydantic import ValidationError
 
 from services.coordinator.api.dependencies import EntryCursor, Limit, Parts, page_of, soon
 from services.coordinator.records import jsonl
+from services.coordinator.records.curves import Curves
 from services.coordinator.records.recorder import rollout_line
 from services.coordinator.run.monitor import numbers
-from services.coordinator.schemas.records import MemoryView, RolloutView, StepView, rollout_view
+from services.coordinator.schemas.records import CurvesView, MarkView, MemoryView, RolloutView, StepView, rollout_view
 from services.coordinator.schemas.resources import Page
 from shared.bus.encoding import wire
 from shared.bus.messages import Experience, Json, MemoryReport, StepReport
@@ -31,6 +36,9 @@ from shared.bus.stores.run import records
 from shared.bus.streams import JOURNAL, MEMORY, STEPS, Row
 from shared.errors import MessageError
 
+Points = Annotated[int, Query(ge=2, le=1000, description="Maximum number of buckets.")]
+From = Annotated[int | None, Query(alias="from", ge=0, le=2**53, description="First step. Default: the run's first.")]
+To = Annotated[int | None, Query(alias="to", ge=0, le=2**53, description="Last step. Default: the newest.")]
 Few = Annotated[int, Query(ge=1, le=50, description="Maximum number of groups.")]
 
 
@@ -42,6 +50,7 @@ _SEARCHED, _AT_ONCE = 1000, 50
 def record_routes(parts: Parts) -> APIRouter:
     """Return the routes for training records."""
     router = APIRouter(prefix="/v1/run", tags=["run"])
+    curves, reading = functools.cache(lambda: Curves(parts.folder)), threading.Lock()
 
     @router.get("/steps", operation_id="listSteps", summary="The trainer's report of each step, newest first")
     async def steps(cursor: EntryCursor = None, limit: Limit = 100) -> Page[StepView]:
@@ -49,6 +58,19 @@ def record_routes(parts: Parts) -> APIRouter:
         page = page_of(rows, limit, lambda row: row[0])
         views = (_step(entry, fields) for entry, fields in page.items)
         return Page(items=[step for step in views if step is not None], next=page.next)
+
+    @router.get(
+        "/curves",
+        operation_id="getCurves",
+        summary="Every metric over the whole run or a range of steps, in buckets with minimum, maximum and last value",
+        response_model=CurvesView,
+    )
+    async def of_range(points: Points = 240, first: From = None, last: To = None) -> Response:
+        def text() -> str:
+            with reading:
+                return _curves(curves(), points, first, last)
+
+        return Response(await soon(asyncio.to_thread(text)), media_type="application/json")
 
     @router.get("/memory", operation_id="listMemory", summary="What each process held on its device, newest first")
     async def memory(cursor: EntryCursor = None, limit: Limit = 100) -> Page[MemoryView]:
@@ -66,6 +88,13 @@ def record_routes(parts: Parts) -> APIRouter:
         return page_of(await soon(_rollouts(parts, cursor, limit + 1)), limit, lambda rollout: rollout.id)
 
     return router
+
+
+def _curves(curves: Curves, points: int, first: int | None, last: int | None) -> str:
+    whole = curves.catch_up()
+    view = curves.view(points, first, last)
+    marks = [MarkView.model_validate(mark).model_dump() for mark in view["marks"]]
+    return json.dumps({**view, "whole": whole, "marks": marks}, separators=(",", ":"))
 
 
 def _step(entry: str, fields: Mapping[bytes, bytes]) -> StepView | None:
