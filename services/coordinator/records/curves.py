@@ -46,8 +46,8 @@ class Curves:
         self._rest: list[dict[str, float]] = []
         """Steps after the last whole chunk."""
         self._newest: Entry = (0, 0)
-        self._marks: collections.deque[dict[str, Json]] = collections.deque(maxlen=_MARKS)
-        self._marked: collections.deque[dict[str, Json]] = collections.deque(maxlen=_MARKS)
+        self._marks: collections.deque[dict[str, Any]] = collections.deque(maxlen=_MARKS)
+        self._marked: collections.deque[dict[str, Any]] = collections.deque(maxlen=_MARKS)
 
     # ---------------------------------------------------------------- read
 

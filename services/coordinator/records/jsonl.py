@@ -14,7 +14,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -24,6 +24,7 @@ _BLOCK_BYTES = 1 << 16
 Entry = tuple[int, int]
 """A stream's entry: milliseconds and number."""
 _ENTRY = re.compile(rb'[{ ]"entry": "([0-9]+)-([0-9]+)"')
+_STEP = re.compile(rb'[{ ]"step": ([0-9]{1,18})')
 _NEWEST_LINES = 1000
 """Among which the newest entry is: a coordinator that wakes late has at most one batch in hand."""
 _LOCK_FILE = "records.lock"
@@ -123,6 +124,34 @@ def place(line: Mapping[str, Json]) -> Entry:
     return int(parts[1]), int(parts[2])
 
 
+class BoundedLines(Lines):
+    """A file, for one writer, that is thinned out above ``most_bytes``: ``keep`` returns which lines stay."""
+
+    def __init__(self, path: Path, most_bytes: int, keep: Callable[[Path], Iterable[dict[str, Json]]]) -> None:
+        super().__init__(path)
+        self._most_bytes, self._keep = most_bytes, keep
+
+    def append(self, lines: Sequence[dict[str, Json]]) -> None:
+        """Append lines; thin the file out if it has become too large. May raise OSError."""
+        super().append(lines)
+        if lines and self._path.stat().st_size > self._most_bytes:
+            beside = self._path.with_name(f".{self._path.name}.{os.getpid()}")
+            try:
+                with beside.open("w", encoding="utf-8", errors="replace") as file:
+                    for line in self._keep(self._path):
+                        file.write(f"{json.dumps(finite(line), ensure_ascii=False)}\n")
+                beside.replace(self._path)
+            finally:
+                beside.unlink(missing_ok=True)
+            self._left = state_of(self._path)
+
+
+def every_second(path: Path) -> Iterator[dict[str, Json]]:
+    """Yield every second line of a file, the newest included."""
+    odd = sum(1 for _ in read(path)) % 2 == 0
+    yield from itertools.islice(read(path), int(odd), None, 2)
+
+
 class Tail:
     """A reader that continues where it stopped."""
 
@@ -171,7 +200,7 @@ def newest_first(path: Path, before: Entry | None = None) -> Iterator[dict[str, 
         return
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
-        at, rest = size if before is None else _end_before(file, size, before), b""
+        at, rest = size if before is None else _end_of(file, size, _entry_of, before), b""
         while at > 0:
             size = min(_BLOCK_BYTES, at)
             at -= size
@@ -183,16 +212,28 @@ def newest_first(path: Path, before: Entry | None = None) -> Iterator[dict[str, 
             yield record
 
 
-def _end_before(file: BinaryIO, size: int, before: Entry) -> int:
-    """Return where the lines of entries before ``before`` end; entries grow with the file."""
+def newest_up_to(path: Path, step: int) -> Entry | None:
+    """Return the entry of the newest line whose step is at most ``step``; steps grow with the file, save for rollbacks."""
+    if not path.exists():
+        return None
+    with path.open("rb") as file:
+        end = _end_of(file, file.seek(0, os.SEEK_END), _step_of, (step + 1,))
+        if end == 0:
+            return None
+        file.seek(_line_start(file, end - 1))
+        return _entry_of(file.readline())
+
+
+def _end_of(file: BinaryIO, size: int, key: Callable[[bytes], tuple[int, ...] | None], bound: tuple[int, ...]) -> int:
+    """Return where the lines with a key below ``bound`` end; keys grow with the file."""
     low, high = 0, size  # the answer is the start of a line from `low` to `high`
     while low < high:
         middle = (low + high) // 2
         start = _line_start(file, middle)
         file.seek(start)
         line = file.readline()
-        entry = _entry_of(line)
-        if entry is None or entry >= before:
+        place = key(line)
+        if place is None or place >= bound:
             high = start
         else:
             low = start + len(line)
@@ -214,6 +255,11 @@ def _line_start(file: BinaryIO, at: int) -> int:
 def _entry_of(line: bytes) -> Entry | None:
     match = _ENTRY.match(line) or _ENTRY.search(line)  # first, in our own lines
     return None if match is None else (int(match[1]), int(match[2]))
+
+
+def _step_of(line: bytes) -> tuple[int, ...] | None:
+    match = _STEP.search(line)  # before all texts, in our own lines
+    return None if match is None else (int(match[1]),)
 
 
 def _write_all(file: BinaryIO, data: bytes) -> None:

@@ -21,7 +21,7 @@ from services.coordinator.records.curves import Curves
 from services.coordinator.records.jsonl import finite, read
 from services.coordinator.records.memory import MEMORY_FILE, thinned
 from services.coordinator.records.summary import mean_ends
-from services.coordinator.schemas.records import rollout_view
+from services.coordinator.schemas.records import excerpt, rollout_view
 from shared.bus.messages import Json
 from shared.errors import SettingsError
 from shared.files.durable import write_whole
@@ -35,7 +35,7 @@ _PAGE = Path(__file__).parents[1] / "api" / "page"
 _SCRIPTS = ("dom.js", "charts.js", "cursor.js", "curves.js", "memory.js", "rollouts.js", "report.js")
 _POINTS = 240
 _ENDS = ("reward_mean", "loss", "evaluation_loss")
-_ROLLOUTS = 8
+_ROLLOUTS, _CHARACTERS = 8, 4000
 _EVENTS = 40
 _REPORTS = 300
 _DOCUMENT = """<!doctype html>
@@ -107,7 +107,11 @@ def _digest(text: str) -> str:
 
 def _totals(lines: Iterable[dict[str, Json]]) -> tuple[dict[str, Json], dict[str, Json], dict[str, list[float]]]:
     """Return mean seconds by name, samples by lag, and the values of ``_ENDS``. A phase that few steps have is averaged over all."""
-    sums, counts, lags = collections.Counter[str](), collections.Counter[str](), collections.Counter[str]()
+    sums, counts, lags = (
+        collections.defaultdict[str, float](float),
+        collections.Counter[str](),
+        collections.Counter[str](),
+    )
     of_ends: dict[str, list[float]] = {name: [] for name in _ENDS}
     steps = 0
     for steps, line in enumerate(lines, 1):  # noqa: B007 (its last value is the number of steps)
@@ -132,7 +136,7 @@ def _rollouts(lines: Sequence[dict[str, Json]]) -> list[Json]:
     groups: list[Json] = []
     for line in chosen:
         try:
-            groups.append(rollout_view(line).model_dump(mode="json"))
+            groups.append(excerpt(rollout_view(line), _CHARACTERS).model_dump(mode="json"))
         except (KeyError, ValidationError):
             continue
     return groups

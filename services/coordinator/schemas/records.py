@@ -98,6 +98,9 @@ class CompletionView(ResponseModel):
     """One completion of a group."""
 
     text: str
+    """Or what `?excerpt=` asked for."""
+    characters: int
+    """Of the whole text."""
     reward: float | None
     """Null: not finite."""
     scores: dict[str, ScoreView]
@@ -139,4 +142,21 @@ def rollout_view(line: Mapping[str, Json]) -> RolloutView:
     Raises:
         KeyError, ValidationError: from another version.
     """
-    return RolloutView.model_validate({"row_id": line["problem"], **line, "id": line["entry"]})
+    view: dict[str, Any] = {"row_id": line["problem"], **line, "id": line["entry"]}
+    completions: Any = line["completions"]
+    view["completions"] = [{**each, "characters": len(each["text"])} for each in completions]
+    return RolloutView.model_validate(view)
+
+
+def excerpt(rollout: RolloutView, characters: int, search: str = "") -> RolloutView:
+    """Return a group with at most ``characters`` of each completion: around ``search``, else the end."""
+    completions = [
+        each.model_copy(update={"text": _part(each.text, characters, search)}) for each in rollout.completions
+    ]
+    return rollout.model_copy(update={"completions": completions})
+
+
+def _part(text: str, characters: int, search: str) -> str:
+    hit = text.casefold().find(search) if search else -1
+    start = len(text) - characters if hit < 0 else min(hit - characters // 4, len(text) - characters)
+    return text[max(0, start) :][:characters]

@@ -84,7 +84,7 @@ cursorIn(byId("memory"));
 addEventListener("resize", drawZoomed);
 drawMemory(byId("memory"), memory);
 put("tables", [card("Mean seconds per step", seconds()), card("Groups", groups()), card("Samples by lag", lags(), ["lag, in steps", "samples", "share"])]);
-drawRollouts(byId("rollouts"), rollouts, false);
+drawRollouts(byId("rollouts"), rollouts);
 put("records", [
   fold("summary", pairs(summary).length > 0 && table(pairs(summary))),
   fold("versions", summary.versions && table(Object.entries(summary.versions))),

@@ -17,18 +17,20 @@ import itertools
 import json
 import threading
 from collections.abc import Iterator, Mapping
-from pathlib import Path
+from pathlib import Path as FilePath
 from typing import Annotated
 
-from fastapi import APIRouter, Query, Response
+from fastapi import APIRouter, Path, Query, Response
 from pydantic import ValidationError
+from starlette.exceptions import HTTPException
 
-from services.coordinator.api.dependencies import EntryCursor, Limit, Parts, page_of, soon
+from services.coordinator.api.dependencies import ENTRY, EntryCursor, Limit, Parts, page_of, soon
 from services.coordinator.records import jsonl
 from services.coordinator.records.curves import Curves
 from services.coordinator.records.recorder import rollout_line
 from services.coordinator.run.monitor import numbers
 from services.coordinator.schemas.records import CurvesView, MarkView, MemoryView, RolloutView, StepView, rollout_view
+from services.coordinator.schemas.records import excerpt as of_group
 from services.coordinator.schemas.resources import Page
 from shared.bus.encoding import wire
 from shared.bus.messages import Experience, Json, MemoryReport, StepReport
@@ -43,6 +45,10 @@ Few = Annotated[int, Query(ge=1, le=50, description="Maximum number of groups.")
 
 
 Text = Annotated[str, Query(max_length=1000)]
+UpTo = Annotated[int | None, Query(ge=0, le=2**53, description="Groups that this step or an earlier one trained.")]
+Excerpt = Annotated[
+    int | None, Query(ge=1, le=100_000, description="Characters of each completion: around `search`, else its end.")
+]
 _SEARCHED, _AT_ONCE = 1000, 50
 """Groups that one request examines; its `next` continues after them."""
 
@@ -81,11 +87,30 @@ def record_routes(parts: Parts) -> APIRouter:
 
     @router.get("/rollouts", operation_id="listRollouts", summary="Groups that were trained on, newest first")
     async def rollouts(
-        cursor: EntryCursor = None, limit: Few = 5, search: Text = "", problem: Text = ""
+        cursor: EntryCursor = None,
+        limit: Few = 5,
+        search: Text = "",
+        problem: Text = "",
+        step: UpTo = None,
+        excerpt: Excerpt = None,
     ) -> Page[RolloutView]:
+        sought = search.casefold()
+        if step is not None and cursor is None:
+            cursor = await soon(_after_step(parts, step))
         if search or problem:
-            return await soon(_matching(parts, cursor, limit, search.casefold(), problem))
-        return page_of(await soon(_rollouts(parts, cursor, limit + 1)), limit, lambda rollout: rollout.id)
+            page = await soon(_matching(parts, cursor, limit, sought, problem))
+        else:
+            page = page_of(await soon(_rollouts(parts, cursor, limit + 1)), limit, lambda rollout: rollout.id)
+        items = page.items if excerpt is None else [of_group(group, excerpt, sought) for group in page.items]
+        return Page(items=items, next=page.next)
+
+    @router.get("/rollouts/{entry}", operation_id="getRollout", summary="One group that was trained on")
+    async def rollout(entry: Annotated[str, Path(pattern=ENTRY, description="The group's `id`.")]) -> RolloutView:
+        at_ms, number = _place(entry)
+        for group in await soon(_rollouts(parts, f"{at_ms}-{number + 1}", 1)):
+            if group.id == entry:
+                return group
+        raise HTTPException(404, f"no group {entry} is recorded")
 
     return router
 
@@ -129,6 +154,19 @@ async def _rollouts(parts: Parts, cursor: str | None, count: int) -> list[Rollou
     return rollouts
 
 
+async def _after_step(parts: Parts, step: int) -> str:
+    """Return a cursor after the newest group that ``step`` or an earlier one trained; after all groups without one."""
+    cursor: str | None = None
+    while rows := await records.page(parts.bus, JOURNAL, cursor, _AT_ONCE):
+        for entry, fields in rows:
+            if int(fields[b"step"]) <= step:
+                at_ms, number = _place(entry)
+                return f"{at_ms}-{number + 1}"
+        cursor = rows[-1][0]
+    newest = await asyncio.to_thread(jsonl.newest_up_to, parts.folder / "rollouts.jsonl", step)
+    return "1-0" if newest is None else f"{newest[0]}-{newest[1] + 1}"
+
+
 async def _matching(parts: Parts, cursor: str | None, limit: int, search: str, problem: str) -> Page[RolloutView]:
     """Return the groups of ``problem``, if given, with ``search`` in a text of theirs."""
     matching: list[RolloutView] = []
@@ -162,11 +200,11 @@ def _journalled(rows: list[Row]) -> Iterator[RolloutView]:
         yield rollout_view(_finite(rollout_line(entry, int(fields[b"step"]), experience)))
 
 
-def _recorded(file: Path, before: str | None, count: int) -> list[RolloutView]:
+def _recorded(file: FilePath, before: str | None, count: int) -> list[RolloutView]:
     return list(itertools.islice(_older(file, before), count))
 
 
-def _older(file: Path, before: str | None) -> Iterator[RolloutView]:
+def _older(file: FilePath, before: str | None) -> Iterator[RolloutView]:
     for line in jsonl.newest_first(file, None if before is None else _place(before)):
         try:
             rollout = rollout_view(_finite(line))
