@@ -149,7 +149,7 @@ def _drawn(end: float, values: Sequence[float]) -> str:
 
 def _show(title: str, rows: Sequence[tuple[str, str, str]]) -> None:
     if not rows:
-        console.say(f"{title}: no difference")
+        console.say(f"{title}: {'no difference' if title == 'settings' else 'nothing to compare'}")
         return
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in (title, "A", "B"):

@@ -19,6 +19,7 @@ from typing import Any
 
 from fastapi import APIRouter, FastAPI, Response
 
+from penstock.services.coordinator.api.compression import Compressed
 from penstock.services.coordinator.api.dependencies import Parts
 from penstock.services.coordinator.api.errors import PROBLEM_TYPE, handle_problems
 from penstock.services.coordinator.api.middleware import OPEN_PATHS, STREAM_PATH, Conventions
@@ -48,6 +49,7 @@ _IDEMPOTENCY_KEY = {
 
 def make_app(parts: Parts) -> FastAPI:
     app = make_routes(parts)
+    app.add_middleware(Compressed)
     app.add_middleware(Conventions, access=parts.access, bus=parts.bus, routes=app.routes)
     handle_problems(app)
     return app

@@ -27,9 +27,8 @@ R = TypeVar("R")
 T = TypeVar("T")
 
 Limit = Annotated[int, Query(ge=1, le=500, description="Maximum number of items.")]
-EntryCursor = Annotated[
-    str | None, Query(pattern=r"^[1-9][0-9]{0,14}-[0-9]{1,15}$", description="`next` of the page before.")
-]
+ENTRY = r"^[1-9][0-9]{0,14}-[0-9]{1,15}$"
+EntryCursor = Annotated[str | None, Query(pattern=ENTRY, description="`next` of the page before.")]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -24,6 +24,7 @@ _BLOCK_BYTES = 1 << 16
 Entry = tuple[int, int]
 """A stream's entry: milliseconds and number."""
 _ENTRY = re.compile(rb'[{ ]"entry": "([0-9]+)-([0-9]+)"')
+_STEP = re.compile(rb'[{ ]"step": ([0-9]{1,18})')
 _NEWEST_LINES = 1000
 """Among which the newest entry is: a coordinator that wakes late has at most one batch in hand."""
 _LOCK_FILE = "records.lock"
@@ -103,11 +104,11 @@ def _once(lines: Iterable[dict[str, Json]]) -> Iterator[dict[str, Json]]:
     """Drop a line whose entry is not above all before it, and, of lines without one, a version's set that was there."""
     newest, evaluated = (0, 0), set[tuple[Json, Json]]()
     for line in lines:
-        place, evaluation = _place(line), (line.get("version"), line.get("set"))
-        if place > (0, 0):
-            if place <= newest:
+        entry, evaluation = place(line), (line.get("version"), line.get("set"))
+        if entry > (0, 0):
+            if entry <= newest:
                 continue
-            newest = place
+            newest = entry
         elif isinstance(evaluation[0], int) and isinstance(evaluation[1], str):
             if evaluation in evaluated:
                 continue
@@ -115,12 +116,82 @@ def _once(lines: Iterable[dict[str, Json]]) -> Iterator[dict[str, Json]]:
         yield line
 
 
-def _place(line: dict[str, Json]) -> Entry:
+def place(line: Mapping[str, Json]) -> Entry:
     """Return a line's entry, (0, 0) without one."""
     entry = line.get("entry")
     if not isinstance(entry, str) or (parts := re.fullmatch("([0-9]{1,19})-([0-9]{1,19})", entry)) is None:
         return (0, 0)
     return int(parts[1]), int(parts[2])
+
+
+class BoundedLines(Lines):
+    """A file, for one writer, that is thinned out above ``most_bytes``: ``keep`` returns which lines stay."""
+
+    def __init__(self, path: Path, most_bytes: int, keep: Callable[[Path], Iterable[dict[str, Json]]]) -> None:
+        super().__init__(path)
+        self._most_bytes, self._keep = most_bytes, keep
+
+    def append(self, lines: Sequence[dict[str, Json]]) -> None:
+        """Append lines; thin the file out if it has become too large. May raise OSError."""
+        super().append(lines)
+        if lines and self._path.stat().st_size > self._most_bytes:
+            beside = self._path.with_name(f".{self._path.name}.{os.getpid()}")
+            try:
+                with beside.open("w", encoding="utf-8", errors="replace") as file:
+                    for line in self._keep(self._path):
+                        file.write(f"{json.dumps(finite(line), ensure_ascii=False)}\n")
+                beside.replace(self._path)
+            finally:
+                beside.unlink(missing_ok=True)
+            self._left = state_of(self._path)
+
+
+def every_second(path: Path) -> Iterator[dict[str, Json]]:
+    """Yield every second line of a file, the newest included."""
+    odd = sum(1 for _ in read(path)) % 2 == 0
+    yield from itertools.islice(read(path), int(odd), None, 2)
+
+
+class Tail:
+    """A reader that continues where it stopped."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: tuple[int, int] = (0, 0)
+        """Inode, and the end of the last line that was read."""
+        self.is_whole = True
+        """Whether the last call read all lines."""
+
+    def is_replaced(self) -> bool:
+        """Whether another file is there now; it is read from its start."""
+        inode, size = state_of(self._path) or (0, 0)
+        if replaced := self._file[1] > 0 and (inode != self._file[0] or size < self._file[1]):
+            self._file = (0, 0)
+        return replaced
+
+    def read(self, most: int) -> Iterator[tuple[int, dict[str, Json]]]:
+        """Yield up to ``most`` new lines with their offset."""
+        self.is_whole = True
+        if not self._path.exists():
+            return
+        with self._path.open("rb") as file:
+            inode, offset = os.fstat(file.fileno()).st_ino, file.seek(self._file[1])
+            for line in itertools.islice(file, most):
+                if (record := _parse(line)) is not None:  # what follows the last record may be cut off
+                    self._file = (inode, offset + len(line))
+                    yield offset, record
+                offset += len(line)
+            self.is_whole = not file.readline()
+
+    def at(self, offsets: Iterable[int]) -> Iterator[dict[str, Json]]:
+        """Yield the lines at these offsets."""
+        offsets = iter(offsets)
+        if (first := next(offsets, None)) is None:
+            return
+        with self._path.open("rb") as file:
+            for offset in itertools.chain([first], offsets):
+                file.seek(offset)
+                yield _parse(file.readline()) or {}
 
 
 def newest_first(path: Path, before: Entry | None = None) -> Iterator[dict[str, Json]]:
@@ -129,7 +200,7 @@ def newest_first(path: Path, before: Entry | None = None) -> Iterator[dict[str, 
         return
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
-        at, rest = size if before is None else _end_before(file, size, before), b""
+        at, rest = size if before is None else _end_of(file, size, _entry_of, before), b""
         while at > 0:
             size = min(_BLOCK_BYTES, at)
             at -= size
@@ -141,16 +212,28 @@ def newest_first(path: Path, before: Entry | None = None) -> Iterator[dict[str, 
             yield record
 
 
-def _end_before(file: BinaryIO, size: int, before: Entry) -> int:
-    """Return where the lines of entries before ``before`` end; entries grow with the file."""
+def newest_up_to(path: Path, step: int) -> Entry | None:
+    """Return the entry of the newest line whose step is at most ``step``; steps grow with the file, save for rollbacks."""
+    if not path.exists():
+        return None
+    with path.open("rb") as file:
+        end = _end_of(file, file.seek(0, os.SEEK_END), _step_of, (step + 1,))
+        if end == 0:
+            return None
+        file.seek(_line_start(file, end - 1))
+        return _entry_of(file.readline())
+
+
+def _end_of(file: BinaryIO, size: int, key: Callable[[bytes], tuple[int, ...] | None], bound: tuple[int, ...]) -> int:
+    """Return where the lines with a key below ``bound`` end; keys grow with the file."""
     low, high = 0, size  # the answer is the start of a line from `low` to `high`
     while low < high:
         middle = (low + high) // 2
         start = _line_start(file, middle)
         file.seek(start)
         line = file.readline()
-        entry = _entry_of(line)
-        if entry is None or entry >= before:
+        place = key(line)
+        if place is None or place >= bound:
             high = start
         else:
             low = start + len(line)
@@ -174,6 +257,11 @@ def _entry_of(line: bytes) -> Entry | None:
     return None if match is None else (int(match[1]), int(match[2]))
 
 
+def _step_of(line: bytes) -> tuple[int, ...] | None:
+    match = _STEP.search(line)  # before all texts, in our own lines
+    return None if match is None else (int(match[1]),)
+
+
 def _write_all(file: BinaryIO, data: bytes) -> None:
     while data:
         data = data[file.write(data) :]
@@ -192,7 +280,7 @@ def _mend(path: Path) -> dict[str, Json] | None:
                 break
             end = start
         file.truncate(end)
-    return max(itertools.islice(newest_first(path), _NEWEST_LINES), key=_place, default=None)
+    return max(itertools.islice(newest_first(path), _NEWEST_LINES), key=place, default=None)
 
 
 def state_of(path: Path) -> tuple[int, int] | None:

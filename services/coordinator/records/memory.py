@@ -6,34 +6,25 @@ that a long run loses detail and no peak. If that is not enough, the oldest repo
 
 import dataclasses
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from penstock.services.coordinator.records.jsonl import Lines, finite, read, state_of
+from penstock.services.coordinator.records.jsonl import BoundedLines, read
 from penstock.shared.bus.messages import Json, MemoryReport
-from penstock.shared.files.durable import write_whole
 
 MEMORY_FILE = "memory.jsonl"
 _MOST_BYTES = 16 << 20
 
 
-class MemoryLines(Lines):
-    """The file, for one writer."""
+def memory_lines(path: Path, most_bytes: int = _MOST_BYTES) -> BoundedLines:
+    def keep(path: Path) -> list[dict[str, Any]]:
+        kept = thinned(read(path))
+        while len(kept) > 1 and 4 * sum(len(json.dumps(line)) for line in kept) > 3 * most_bytes:
+            del kept[: len(kept) // 2]  # of too many processes to become smaller otherwise
+        return kept
 
-    def __init__(self, path: Path, most_bytes: int = _MOST_BYTES) -> None:
-        super().__init__(path)
-        self._file, self._most_bytes = path, most_bytes
-
-    def append(self, lines: Sequence[dict[str, Json]]) -> None:
-        """Append lines; thin the file out if it has become too large. May raise OSError."""
-        super().append(lines)
-        if lines and self._file.stat().st_size > self._most_bytes:
-            kept = [f"{json.dumps(finite(line), ensure_ascii=False)}\n" for line in thinned(read(self._file))]
-            while len(kept) > 1 and 4 * sum(map(len, kept)) > 3 * self._most_bytes:
-                del kept[: len(kept) // 2]  # of too many processes to become smaller otherwise
-            write_whole(self._file, "".join(kept))
-            self._left = state_of(self._file)
+    return BoundedLines(path, most_bytes, keep)
 
 
 def memory_line(entry: str, report: MemoryReport) -> dict[str, Json]:

@@ -22,8 +22,8 @@ from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 from penstock.services.coordinator.evaluation.results import evaluations_of
-from penstock.services.coordinator.records.jsonl import Lines, Overtaken, exclusive
-from penstock.services.coordinator.records.memory import MEMORY_FILE, MemoryLines, memory_line
+from penstock.services.coordinator.records.jsonl import BoundedLines, Lines, Overtaken, every_second, exclusive
+from penstock.services.coordinator.records.memory import MEMORY_FILE, memory_line, memory_lines
 from penstock.shared.bus import streams
 from penstock.shared.bus.bus import Bus
 from penstock.shared.bus.encoding import wire
@@ -39,6 +39,8 @@ log = logging.getLogger(__name__)
 _BATCH = 500
 _WAIT_S = 0.5
 _AGAIN_S = 1.0
+_ROLLOUT_BYTES = 1 << 30
+"""Above which every second group of rollouts.jsonl leaves."""
 
 
 class _Files:
@@ -48,8 +50,8 @@ class _Files:
         self.metrics = Lines(folder / "metrics.jsonl")
         self.events = Lines(folder / "events.jsonl")
         self.evaluations = Lines(folder / "evaluations.jsonl")
-        self.rollouts = Lines(folder / "rollouts.jsonl")
-        self.memory = MemoryLines(folder / MEMORY_FILE)
+        self.rollouts = BoundedLines(folder / "rollouts.jsonl", _ROLLOUT_BYTES, every_second)
+        self.memory = memory_lines(folder / MEMORY_FILE)
         self.after = {
             streams.STEPS: _entry(self.metrics),
             streams.EVENTS: _entry(self.events),

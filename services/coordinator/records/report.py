@@ -4,21 +4,24 @@ Data are JSON that ``report.js`` shows as text; the content security policy admi
 """
 
 import base64
+import collections
 import hashlib
 import json
+import math
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import tomli_w
 from pydantic import ValidationError
 
+from penstock.services.coordinator.records.curves import Curves
 from penstock.services.coordinator.records.jsonl import finite, read
 from penstock.services.coordinator.records.memory import MEMORY_FILE, thinned
-from penstock.services.coordinator.records.summary import ends, one_line_a_step
-from penstock.services.coordinator.schemas.records import rollout_view
+from penstock.services.coordinator.records.summary import mean_ends
+from penstock.services.coordinator.schemas.records import excerpt, rollout_view
 from penstock.shared.bus.messages import Json
 from penstock.shared.errors import SettingsError
 from penstock.shared.files.durable import write_whole
@@ -29,9 +32,10 @@ from penstock.shared.text.redaction import redacted_values
 DATA = "data"
 """Event source for data warnings."""
 _PAGE = Path(__file__).parents[1] / "api" / "page"
-_SCRIPTS = ("dom.js", "charts.js", "curves.js", "memory.js", "rollouts.js", "report.js")
-_ABOUT_STEP = frozenset({"entry", "step", "version", "finished_at_s"})
-_ROLLOUTS = 8
+_SCRIPTS = ("dom.js", "charts.js", "cursor.js", "curves.js", "memory.js", "rollouts.js", "report.js")
+_POINTS = 240
+_ENDS = ("reward_mean", "loss", "evaluation_loss")
+_ROLLOUTS, _CHARACTERS = 8, 4000
 _EVENTS = 40
 _REPORTS = 300
 _DOCUMENT = """<!doctype html>
@@ -41,12 +45,13 @@ _DOCUMENT = """<!doctype html>
 <title>Penstock</title><style>{style}</style></head>
 <body>
 <noscript><p class="card">This report needs JavaScript; <code>summary.json</code> beside it does not.</p></noscript>
-<div id="head"></div><div id="tiles" class="tiles"></div>
-<h2>Curves</h2><div id="curves" class="grid-of"></div>
+<main><div id="head"></div><div id="tiles" class="tiles"></div>
+<h2 id="h-curves">Curves</h2><p id="range" class="soft"></p>
+<div id="curves" class="grid-of" tabindex="0" role="group" aria-labelledby="h-curves" aria-describedby="range"></div>
 <h2>Memory</h2><div id="memory" class="grid-of"></div>
 <h2>Totals</h2><div id="tables" class="grid-of"></div>
 <h2>Rollouts</h2><div id="rollouts"></div>
-<h2>Records</h2><div id="records"></div>
+<h2>Records</h2><div id="records"></div></main>
 <script id="data" type="application/json">{data}</script>
 <script type="module">{script}</script>
 </body></html>
@@ -67,16 +72,20 @@ def write_report(run_folder: Path, writing: Callable[[], AbstractContextManager[
 
 def records(run_folder: Path) -> dict[str, Json]:
     summary = redacted_values(_object(run_folder / "summary.json"))
-    steps = one_line_a_step(read(run_folder / "metrics.jsonl"))
+    curves = Curves(run_folder)
+    while not curves.catch_up():
+        pass
+    seconds, lags, of_ends = _totals(curves.lines())
     events = [redacted_values(event) for event in read(run_folder / "events.jsonl")]
     doubts = {str(event.get("name")): event.get("detail") for event in events if event.get("source") == DATA}
     return {
         "run_id": summary.get("run_id") or run_folder.resolve().name,
         "written_at_s": time.time(),
         "summary": summary,
-        "steps": [line["step"] for line in steps],
-        "columns": _columns(steps),
-        "ends": {name: list[Json](ends(steps, name)) for name in ("reward_mean", "loss", "evaluation_loss")},
+        "curves": curves.view(_POINTS),
+        "seconds": seconds,
+        "lags": lags,
+        "ends": {name: list[Json](mean_ends(values)) for name, values in of_ends.items()},
         "evaluations": [{"set": "heldout", **line} for line in read(run_folder / "evaluations.jsonl")],
         "rollouts": _rollouts(list(read(run_folder / "rollouts.jsonl"))),
         "doubts": list(doubts.values()),
@@ -96,13 +105,29 @@ def _digest(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
-def _columns(steps: Sequence[dict[str, Json]]) -> dict[str, Json]:
-    names = sorted({name for line in steps for name in line} - _ABOUT_STEP)
-    return {name: [_short(line.get(name)) for line in steps] for name in names}
-
-
-def _short(value: Json) -> Json:
-    return float(f"{value:.6g}") if isinstance(value, float) else value
+def _totals(lines: Iterable[dict[str, Json]]) -> tuple[dict[str, Json], dict[str, Json], dict[str, list[float]]]:
+    """Return mean seconds by name, samples by lag, and the values of ``_ENDS``. A phase that few steps have is averaged over all."""
+    sums, counts, lags = (
+        collections.defaultdict[str, float](float),
+        collections.Counter[str](),
+        collections.Counter[str](),
+    )
+    of_ends: dict[str, list[float]] = {name: [] for name in _ENDS}
+    steps = 0
+    for steps, line in enumerate(lines, 1):  # noqa: B007 (its last value is the number of steps)
+        for name, value in line.items():
+            if isinstance(value, (int, float)) and math.isfinite(value):
+                if name.endswith("_s") or name.endswith("_s_mean"):
+                    sums[name] += value
+                    counts[name] += 1
+                if name in of_ends:
+                    of_ends[name].append(float(value))
+        if isinstance(counted := line.get("lag_counts"), dict):
+            lags.update({lag: count for lag, count in counted.items() if isinstance(count, int)})
+    means: dict[str, Json] = {
+        name: total / (counts[name] if name.endswith("_mean") else steps) for name, total in sums.items()
+    }
+    return means, dict(lags), of_ends
 
 
 def _rollouts(lines: Sequence[dict[str, Json]]) -> list[Json]:
@@ -111,7 +136,7 @@ def _rollouts(lines: Sequence[dict[str, Json]]) -> list[Json]:
     groups: list[Json] = []
     for line in chosen:
         try:
-            groups.append(rollout_view(line).model_dump(mode="json"))
+            groups.append(excerpt(rollout_view(line), _CHARACTERS).model_dump(mode="json"))
         except (KeyError, ValidationError):
             continue
     return groups

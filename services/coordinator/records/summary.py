@@ -21,7 +21,7 @@ from penstock.shared.files.durable import write_whole
 from penstock.shared.settings import Settings
 
 _ENDS = 5
-"""Steps averaged at each end, which do not overlap."""
+"""Steps averaged at each end, which do not overlap (``mean_ends``)."""
 _UNTRAINED = {
     "stale": "stale_samples", "too_long": "too_long_samples", "unscored": "unscored_samples",
     "out_of_memory": "dropped_out_of_memory",
@@ -48,7 +48,7 @@ class Summary:
     tokens_per_s: float
     """Trained response tokens."""
     reward_first: float | None
-    """Mean over the first steps (``ends``)."""
+    """Mean over the first steps (``mean_ends``)."""
     reward_last: float | None
     lag_mean: float | None
     lag_max: int | None
@@ -120,7 +120,7 @@ def summarize(
     samples = int(sum(_figures(steps, "samples")))
     tokens = sum(_figure(step, "samples") * _figure(step, "response_tokens_mean") for step in steps)
     training_s = training_seconds(status, settings.run.steps, time.time())
-    reward_first, reward_last = ends(steps, "reward_mean")
+    reward_first, reward_last = mean_ends(_figures(steps, "reward_mean"))
     lag_mean, lag_max = _lag(steps)
     of_first = [evaluation for evaluation in evaluations if evaluation.set == evaluations[0].set]
     return Summary(
@@ -208,13 +208,12 @@ def _figure(step: dict[str, Json], name: str) -> float:
     return sum(_figures([step], name))
 
 
-def ends(steps: Sequence[dict[str, Json]], name: str) -> tuple[float | None, float | None]:
+def mean_ends(values: Sequence[float]) -> tuple[float | None, float | None]:
     """Return a metric's means over the first and over the last steps.
 
-    >>> ends([{"loss": 4.0}, {"loss": 2.0}, {}, {"loss": 3.0}, {"loss": 1.0}], "loss")
+    >>> mean_ends([4.0, 2.0, 3.0, 1.0])
     (3.0, 2.0)
     """
-    values = _figures(steps, name)
     count = max(1, min(_ENDS, len(values) // 2))
     first, last = values[:count], values[-count:]
     return (sum(first) / count, sum(last) / count) if values else (None, None)

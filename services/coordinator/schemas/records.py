@@ -1,7 +1,7 @@
 """Schemas of training records: step reports, and groups with their scores."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from penstock.services.coordinator.schemas.run import ResponseModel, Sentence
 from penstock.shared.bus.messages import FinishReason, Json, ScoreStatus
@@ -22,6 +22,42 @@ class StepView(ResponseModel):
     """Trained samples by lag in steps."""
     metrics: dict[str, float | None]
     """See docs/reference/metrics.md; null: not finite."""
+
+
+class CurveView(ResponseModel):
+    """One metric by bucket; null: no value."""
+
+    last: list[float | None]
+    low: list[float | None] | None
+    """Minimum; null: each bucket is one step."""
+    high: list[float | None] | None
+    """Maximum."""
+
+
+class MarkView(ResponseModel):
+    """What happened to the run at a step."""
+
+    step: int
+    kind: Literal["rollback", "restart", "settings"]
+    text: Sentence
+
+
+class CurvesView(ResponseModel):
+    """The metrics of a range of steps, in buckets."""
+
+    first_step: int
+    """Of the run, as far as it is read."""
+    last_step: int
+    steps: int
+    whole: bool
+    """False: after a start, the records are still read; ask again."""
+    width: int
+    """Steps in a bucket."""
+    step: list[int]
+    """The last step of each bucket."""
+    metrics: dict[str, CurveView]
+    """See docs/reference/metrics.md."""
+    marks: list[MarkView]
 
 
 class MemorySampleView(ResponseModel):
@@ -62,6 +98,9 @@ class CompletionView(ResponseModel):
     """One completion of a group."""
 
     text: str
+    """Or what `?excerpt=` asked for."""
+    characters: int
+    """Of the whole text."""
     reward: float | None
     """Null: not finite."""
     scores: dict[str, ScoreView]
@@ -103,4 +142,21 @@ def rollout_view(line: Mapping[str, Json]) -> RolloutView:
     Raises:
         KeyError, ValidationError: from another version.
     """
-    return RolloutView.model_validate({"row_id": line["problem"], **line, "id": line["entry"]})
+    view: dict[str, Any] = {"row_id": line["problem"], **line, "id": line["entry"]}
+    completions: Any = line["completions"]
+    view["completions"] = [{**each, "characters": len(each["text"])} for each in completions]
+    return RolloutView.model_validate(view)
+
+
+def excerpt(rollout: RolloutView, characters: int, search: str = "") -> RolloutView:
+    """Return a group with at most ``characters`` of each completion: around ``search``, else the end."""
+    completions = [
+        each.model_copy(update={"text": _part(each.text, characters, search)}) for each in rollout.completions
+    ]
+    return rollout.model_copy(update={"completions": completions})
+
+
+def _part(text: str, characters: int, search: str) -> str:
+    hit = text.casefold().find(search) if search else -1
+    start = len(text) - characters if hit < 0 else min(hit - characters // 4, len(text) - characters)
+    return text[max(0, start) :][:characters]

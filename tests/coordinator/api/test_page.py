@@ -186,7 +186,7 @@ async def test_it_shows_the_run_as_it_goes_on_and_text_of_the_run_stays_text(
             for title, label in (
                 ("Reward by scorer", "answer 0.25, format 0.5"),
                 ("Learning rate", "learning rate 0.125"),
-                ("Clipped tokens", "clip fraction 0.375, masked fraction –"),
+                ("Clipped tokens", "clip fraction 0.375"),
                 ("Effective sample size", "ess 0.75"),
                 ("Zero-variance groups", "zero std groups 1"),
                 ("Groups with signal", "signal fraction 0.5"),
@@ -209,7 +209,7 @@ async def test_it_shows_the_run_as_it_goes_on_and_text_of_the_run_stays_text(
             await shows(page, "#rollouts", "no group matches")
             await page.locator("#search").fill(HOSTILE[:9])
             await page.locator("#search").press("Enter")
-            await page.locator("#rollouts summary").first.click()
+            await shows(page, "#rollouts mark", HOSTILE[:9])
             await page.get_by_role("button", name="This problem in all versions").first.click()
             await shows(page, "#rollouts .text", HOSTILE)
             await tell(bus, "test", "attack", HOSTILE)
@@ -348,12 +348,13 @@ async def test_a_replica_is_cordoned_and_drained_and_a_dead_letter_put_back_or_d
         assert await page.locator("dialog button").all_inner_texts() == ["Close"]
         await page.keyboard.press("Escape")
         for command, left in (("Put back", 1), ("Discard", 0)):
-            await page.locator("#dead button").first.click()
+            await page.locator("#notices button").first.click()
             await shows(page, "dialog pre", "12+34=")
             await page.get_by_role("button", name=f"{command}…").click()
             await page.get_by_role("button", name=command, exact=True).click()
+            await page.locator("dialog").wait_for(state="detached")
             await until(lambda left=left: _lies(bus, streams.PROMPTS.dead, left))
-        await shows(page, "#dead", "none")
+        await page.locator("#notices button").wait_for(state="detached")
     assert (await bus.counts())["dropped:discarded"] == 1
     leave.set()
     await asyncio.gather(*beats)
@@ -424,3 +425,86 @@ async def test_a_phone_scrolls_one_way_only_and_tab_reaches_every_button(
             await shows(page, "dialog", "Completions of a prompt")
             assert await page.evaluate("document.querySelector('dialog').scrollWidth <= 368")
             await page.keyboard.press("Escape")
+
+
+async def test_without_an_answer_figures_are_grey_commands_are_off_and_the_title_says_so(
+    parts: Coordinator, bus: Bus, tmp_path: Path
+) -> None:
+    await parts.api.steering.command("start", "")
+    async with contextlib.AsyncExitStack() as server:
+        url = await server.enter_async_context(served(parts, tmp_path, Access()))
+        async with opened(url, leaves=True) as page:
+            await shows(page, "#state", "running")
+            await shows(page, "#asof", "as of ")
+            await server.aclose()
+            await shows(page, "#state", "no answer")
+            await shows(page, "#activity", "running at step 0 · check that its process or port-forward runs")
+            assert (await page.title()).startswith("no answer: test")
+            assert await page.locator("body").get_attribute("data-stale") == ""
+            assert await page.locator("#pause").is_disabled()
+            assert await page.locator("#stop").is_disabled()
+
+
+async def test_a_run_that_ended_keeps_its_picture_when_its_coordinator_leaves(
+    parts: Coordinator, bus: Bus, tmp_path: Path
+) -> None:
+    await parts.api.steering.command("start", "")
+    async with contextlib.AsyncExitStack() as server:
+        url = await server.enter_async_context(served(parts, tmp_path, Access()))
+        async with opened(url, leaves=True) as page:
+            await shows(page, "#state", "running")
+            await parts.api.steering.command("stop", "enough")
+            await shows(page, "#state", "stopped")
+            await server.aclose()
+            await shows(page, "#activity", "report.html in the run's folder has its curves and rollouts")
+            assert await page.locator("#state").inner_text() == "stopped"
+            assert await page.locator("body").get_attribute("data-stale") is None
+
+
+async def test_a_link_that_was_used_and_a_wrong_token_are_said_where_a_token_is_asked_for(
+    parts: Coordinator, tmp_path: Path
+) -> None:
+    async with served(parts, tmp_path, Access(TOKEN.encode())) as url:
+        link = page_link(url, TOKEN)
+        async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as http:
+            await http.post("/session", headers=bearer(link.partition("#code=")[2]))
+        async with opened(link) as page:
+            await shows(page, "dialog .bad", "this link was used or has expired: try `penstock page`")
+            await page.get_by_label("Token", exact=True).fill("another-token-of-another-run")
+            await page.keyboard.press("Enter")
+            await shows(page, "dialog .bad", "does not accept this token")
+            await page.locator("dialog[open]").get_by_label("Token", exact=True).fill(TOKEN)
+            await page.keyboard.press("Enter")
+            await shows(page, "#state", "created")
+
+
+async def test_failing_replicas_and_dead_letters_by_cause_are_at_the_top(
+    parts: Coordinator, bus: Bus, tmp_path: Path
+) -> None:
+    await bury(bus, 2)
+    leave = asyncio.Event()
+    failing = Status(state="degraded", last_error=f"CUDA out of memory {HOSTILE}")
+    beating = asyncio.create_task(Presence(bus, "rollout", "rollout-0", 60.0, failing).run(leave))
+    async with served(parts, tmp_path, Access()) as url, opened(url) as page:
+        await shows(page, "#notices", "2 dead letters of prompts")
+        await shows(page, "#notices .error", f"rollout-0: CUDA out of memory {HOSTILE}")
+    leave.set()
+    await beating
+
+
+async def test_what_has_not_changed_is_not_sent_again_and_the_rest_is_compressed(
+    parts: Coordinator, bus: Bus, tmp_path: Path
+) -> None:
+    for number in range(50):
+        await tell(bus, "test", "an event", f"number {number}")
+    async with (
+        served(parts, tmp_path, Access()) as url,
+        httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as http,
+    ):
+        for path in ("/v1/run/curves", "/v1/run/memory", "/v1/run/rollouts", "/v1/policies", "/v1/events"):
+            first = await http.get(path)
+            again = await http.get(path, headers={"If-None-Match": first.headers["etag"]})
+            assert (again.status_code, again.content, again.headers["etag"]) == (304, b"", first.headers["etag"])
+        assert first.headers["content-encoding"] == "gzip"
+        await tell(bus, "test", "an event", "new")
+        assert (await http.get(path, headers={"If-None-Match": first.headers["etag"]})).status_code == 200

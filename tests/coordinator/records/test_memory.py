@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from penstock.services.coordinator.records.memory import MemoryLines, memory_line, thinned
+from penstock.services.coordinator.records.memory import memory_line, memory_lines, thinned
 from penstock.services.coordinator.records.recorder import Recorder
 from penstock.shared.bus import streams
 from penstock.shared.bus.bus import Bus
@@ -53,20 +53,20 @@ def test_of_two_reports_of_a_process_the_larger_sample_of_each_phase_stays() -> 
 
 @pytest.mark.parametrize("processes", [1, 3])
 def test_the_file_stays_small_and_keeps_the_peak_and_the_newest_report(tmp_path: Path, processes: int) -> None:
-    file = MemoryLines(tmp_path / "memory.jsonl", most_bytes=20_000)
+    file = memory_lines(tmp_path / "memory.jsonl", most_bytes=20_000)
     for number in range(600):
         nbytes = 99.0 if number == 100 else 5.0
         file.append([memory_line(f"{number + 1}-0", report(f"rollout-{number % processes}", nbytes, number))])
     assert (tmp_path / "memory.jsonl").stat().st_size < 21_000
     assert max(line["samples"][0]["total_bytes"] for line in lines(tmp_path)) == 99.0
     assert lines(tmp_path)[-1]["entry"] == "600-0"
-    assert MemoryLines(tmp_path / "memory.jsonl").last == lines(tmp_path)[-1]
+    assert memory_lines(tmp_path / "memory.jsonl").last == lines(tmp_path)[-1]
 
 
 def test_reports_under_ever_new_names_fill_no_disk_and_the_newest_stay(tmp_path: Path) -> None:
-    file = MemoryLines(tmp_path / "memory.jsonl", most_bytes=20_000)
+    file = memory_lines(tmp_path / "memory.jsonl", most_bytes=20_000)
     for number in range(600):
         file.append([memory_line(f"{number + 1}-0", report(f"rollout-{number}", 5.0, number))])
     assert (tmp_path / "memory.jsonl").stat().st_size < 21_000
     assert lines(tmp_path)[-1]["entry"] == "600-0"
-    assert MemoryLines(tmp_path / "memory.jsonl").last == lines(tmp_path)[-1]
+    assert memory_lines(tmp_path / "memory.jsonl").last == lines(tmp_path)[-1]

@@ -1,7 +1,7 @@
 // The coordinator's HTTP API, as any other client uses it: docs/api.md. Knows tokens and errors, not what is shown.
 
 const KEPT_AS = "penstock token";
-const AGAIN_MS = 1000, SILENT_MS = 10000;
+const AGAIN_MS = 1000, SILENT_MS = 5000;
 
 /** An answer that is no success; `message` says what was expected and what was found, `errors` each of several by itself. */
 export class Problem extends Error {
@@ -12,7 +12,7 @@ export class Problem extends Error {
   }
 }
 
-let asking = null;
+let asking = null, refused = "";
 /** Asks the person for a token and keeps it; set by the page. Rejects when the person will not. */
 let ask = async () => { throw new Problem(401, "no token"); };
 
@@ -21,8 +21,20 @@ export const hasToken = () => sessionStorage.getItem(KEPT_AS) !== null;
 export const keepToken = (token) => sessionStorage.setItem(KEPT_AS, token);
 export const forgetToken = () => sessionStorage.removeItem(KEPT_AS);
 
-/** Return what GET `path` answers. Throws a Problem where it is no success. */
-export const get = (path) => call("GET", path);
+/** The newest answer of each path that is asked again and again, with its tag. */
+const answers = new Map();
+const MOST_ANSWERS = 40;
+
+/** Return what GET `path` answers, which is not sent again where it has not changed. Throws a Problem where it is no success. */
+export async function get(path) {
+  const known = answers.get(path), answer = await send("GET", path, undefined, known ? { "If-None-Match": known.tag } : {});
+  if (answer.status === 304) return structuredClone(known.content);
+  const content = await answer.json(), tag = answer.headers.get("ETag");
+  answers.delete(path);
+  if (tag !== null) answers.set(path, { tag, content: structuredClone(content) });
+  if (answers.size > MOST_ANSWERS) answers.delete(answers.keys().next().value);
+  return content;
+}
 
 /** Return what POST `path` answers. Done once, however often it is sent. Throws a Problem, as `get`. */
 export const post = (path, body) => call("POST", path, body, { "Idempotency-Key": newKey() });
@@ -43,6 +55,7 @@ export async function enter() {
   history.replaceState(null, "", location.pathname);
   const answer = await fetch("session", { method: "POST", headers: { Authorization: `Bearer ${code}` } });
   if (answer.ok) keepToken((await answer.json()).ticket);
+  else refused = (await problemOf(answer)).message;
 }
 
 async function call(method, path, body, more) {
@@ -58,11 +71,13 @@ async function send(method, path, body, more = {}) {
     if (body !== undefined) headers["Content-Type"] = "application/json";
     const stop = new AbortController(), late = setTimeout(() => stop.abort(new Error(`the coordinator has not answered for ${SILENT_MS / 1000} s: it is frozen, or short of processor time`)), SILENT_MS);
     const answer = await fetch(path, { method, headers, signal: stop.signal, body: body === undefined ? undefined : JSON.stringify(body) }).finally(() => clearTimeout(late));
-    if (answer.ok) return answer;
+    if (answer.ok || answer.status === 304) return answer;
     const problem = await problemOf(answer);
     if (answer.status !== 401 && !(answer.status === 403 && method !== "GET")) throw problem;
     if (sessionStorage.getItem(KEPT_AS) !== sent) continue; // another request has asked in the meantime
-    asking ??= ask(answer.status).finally(() => { asking = null; });
+    if (sent !== null && answer.status === 401) refused = "the coordinator does not accept this token, or the session has ended";
+    asking ??= ask(answer.status, refused).finally(() => { asking = null; });
+    refused = "";
     await asking;
   }
 }
@@ -80,12 +95,12 @@ async function problemOf(answer) {
 const newKey = () => [...crypto.getRandomValues(new Uint8Array(16))].map((byte) => byte.toString(16).padStart(2, "0")).join("");
 
 /**
- * Tell each event as it happens, for ever, from behind the entry `after`. An EventSource cannot send a token, so this reads
+ * Tell each event as it happens, until `isOver()`, from behind the entry `after`. An EventSource cannot send a token, so this reads
  * the stream itself; like one, it comes again after a cut with the last id that it saw.
  */
-export async function follow(after, told) {
+export async function follow(after, told, isOver) {
   let last = after;
-  for (;;) {
+  while (!isOver()) {
     try {
       const from = last === null ? {} : { "Last-Event-ID": last };
       const answer = await send("GET", "v1/events/stream", undefined, { Accept: "text/event-stream", ...from });

@@ -1,48 +1,50 @@
-// Curves as SVG.
+// Curves and stacks as SVG, drawn at the pixels they are shown at. What a pointer or a key does with them is in cursor.js.
 
 import { el, figure, svg } from "./dom.js";
 
-const WIDTH = 440, HEIGHT = 200, LEFT = 48, RIGHT = 10, TOP = 8, BOTTOM = 24;
-const MOST_POINTS = 240, TICKS = 4;
+const HEIGHT = 210, LEFT = 50, RIGHT = 12, TOP = 8, BOTTOM = 36, TICKS = 4;
+const GAP = 14, LEAST_CARD = 350, PADDING = 34, MOST = 640;
 /** A stack is shown up to so many times what 95 % of its points stay below. */
 const PEAK = 2;
+/** Series that have a colour of their own (look.css). */
+export const COLOURS = 14;
 
 /**
- * Return a chart of `series` ({name, values, points?}) over `steps`, with `bands` ({name, low, high}); a value that is null
- * leaves a gap. `low` and `high` widen its range. Null when there is no value at all.
+ * Return a chart of `series` ({name, last, low?, high?, points?}) over `axis` ({steps, width, unit?, from?, to?, each?, marks?,
+ * ticks?}): a line for each bucket's last value, and a band from its minimum to its maximum. `bands` ({name, low, high}) are
+ * drawn behind; null leaves a gap; `low` and `high` widen the range of values. Null when there is no value at all.
  */
-export function curves(steps, series, { bands = [], low = null, high = null } = {}) {
-  [steps, series, bands] = thinned(steps, series, bands);
-  const known = [...series.map((one) => one.values), ...bands.flatMap((band) => [band.low, band.high])].flat().filter(Number.isFinite);
+export function curves(axis, series, { bands = [], low = null, high = null } = {}) {
+  const known = [...series.flatMap((one) => [one.last, one.low ?? [], one.high ?? []]), ...bands.flatMap((band) => [band.low, band.high])].flat().filter(Number.isFinite);
   if (known.length === 0) return null;
-  const wanted = [...known, low, high].filter((bound) => bound !== null);
-  const marks = ticks(Math.min(...wanted), Math.max(...wanted));
-  const scale = scaleOf(steps, marks);
-  return picture([
-    ...grid(scale, marks),
-    ...bands.flatMap((band, index) => area(scale, steps, band.low, band.high, `band b${index}`)),
-    ...series.flatMap((one, index) => line(scale, steps, one, index)),
-    ...tips(scale, steps, series, bands),
-  ], steps, series);
+  const bounds = [...known, low, high].filter((bound) => bound !== null);
+  const rows = ticks(bounds.reduce((a, b) => Math.min(a, b)), bounds.reduce((a, b) => Math.max(a, b)));
+  const scale = scaleOf(axis, rows);
+  return picture(axis, scale, series, bands, [
+    ...grid(scale, rows, axis),
+    ...bands.flatMap((band, index) => area(scale, axis.steps, band.low, band.high, `band b${index}`)),
+    ...series.flatMap((one, index) => (one.low ? area(scale, axis.steps, one.low, one.high, `range ${colour(one, index)}`) : [])),
+    ...series.flatMap((one, index) => line(scale, axis.steps, one, colour(one, index))),
+    ...marksOf(scale, axis),
+  ]);
 }
 
 /**
  * Return a chart in which each series stands on those before it; rare peaks are cut off at the top, not in what is told.
- * `unit` names what is along the bottom; `phases` are names of each place, drawn as bands behind.
+ * `phases` are names of each place, drawn as bands behind.
  */
-export function stack(steps, series, { unit = "step", phases = [] } = {}) {
-  [steps, series] = thinned(steps, series.filter((one) => one.values.some(Boolean)), []);
+export function stack(axis, series, phases = []) {
+  series = series.map((one, index) => ({ colour: index, ...one })).filter((one) => one.last.some(Boolean));
   if (series.length === 0) return null;
-  let tops = [steps.map(() => 0)];
-  for (const one of series) tops.push(tops.at(-1).map((base, index) => base + (one.values[index] ?? 0)));
+  let tops = [axis.steps.map(() => 0)];
+  for (const one of series) tops.push(tops.at(-1).map((base, index) => base + (one.last[index] ?? 0)));
   const sorted = tops.at(-1).toSorted((a, b) => a - b);
   const most = sorted[Math.floor(0.95 * (sorted.length - 1))];
-  const marks = ticks(0, Math.min(sorted.at(-1), PEAK * most || 1));
-  const scale = scaleOf(steps, marks);
-  tops = tops.map((top) => top.map((value) => Math.min(value, marks.at(-1))));
-  const areas = series.flatMap((_, index) => area(scale, steps, tops[index], tops[index + 1], `stack s${index % 6}`));
-  const behind = phaseBands(scale, steps, phases);
-  return picture([...behind, ...grid(scale, marks), ...areas, ...tips(scale, steps, series, [], unit, phases)], steps, series, unit);
+  const rows = ticks(0, Math.min(sorted.at(-1), PEAK * most || 1));
+  const scale = scaleOf(axis, rows);
+  tops = tops.map((top) => top.map((value) => Math.min(value, rows.at(-1))));
+  const areas = series.flatMap((one, index) => area(scale, axis.steps, tops[index], tops[index + 1], `stack ${colour(one, index)}`));
+  return picture({ ...axis, phases }, scale, series, [], [...phaseBands(scale, axis.steps, phases), ...grid(scale, rows, axis), ...areas, ...marksOf(scale, axis)]);
 }
 
 /** Return round values from at or below `low` to at or above `high`. */
@@ -55,54 +57,102 @@ export function ticks(low, high) {
   return Array.from({ length: last - first + 1 }, (_, index) => Number(((first + index) * width).toPrecision(12)));
 }
 
-// ---------------------------------------------------------------- marks
-
-function picture(marks, steps, series, unit = "step") {
-  const now = series.map((one) => `${one.name} ${figure(one.values.findLast(Number.isFinite))}`).join(", ");
-  const label = `${now} at ${unit} ${Math.round(steps.at(-1) ?? 0)}`;
-  const drawn = svg("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": label }, marks);
-  const keys = series.map((one, index) => el("span", { class: `key s${index % 6}` }, one.name));
-  return [drawn, el("div", { class: "legend" }, series.length > 1 ? keys : "")];
+/** Return the pixels that a chart has in a card of the grid `node` (`.grid-of`, look.css). */
+export function widthIn(node) {
+  const columns = Math.max(1, Math.floor((node.clientWidth + GAP) / (LEAST_CARD + GAP)));
+  return Math.min(MOST, Math.max(200, Math.floor((node.clientWidth - GAP * (columns - 1)) / columns) - PADDING));
 }
 
-function scaleOf(steps, marks) {
-  const first = Math.min(...steps), span = Math.max(...steps) - first || 1;
-  const floor = marks[0], height = marks.at(-1) - floor || 1;
+// ---------------------------------------------------------------- marks
+
+const colour = (one, index) => `s${(one.colour ?? index) % COLOURS}`;
+
+/** The drawing, and below it each series' name with its value at the cursor, at first the newest one. */
+function picture(axis, scale, series, bands, children) {
+  const unit = axis.unit ?? "step";
+  const cursor = svg("line", { class: "cursor", y1: TOP, y2: HEIGHT - BOTTOM, visibility: "hidden" });
+  const chosen = svg("rect", { class: "chosen", y: TOP, height: HEIGHT - TOP - BOTTOM, visibility: "hidden" });
+  const values = series.map(() => el("b", {})), of = bands.map(() => el("b", {})), where = el("span", { class: "where" });
+  const keys = series.map((one, index) => el("span", { class: `key ${colour(one, index)}` }, `${one.name} `, values[index]));
+  const drawn = svg("svg", { class: "chart", width: axis.width, height: HEIGHT, viewBox: `0 0 ${axis.width} ${HEIGHT}`, role: "img" }, children, chosen, cursor);
+  const legend = el("div", { class: "legend" }, keys, bands.map((band, index) => el("span", {}, `${band.name} `, of[index])), where);
+  drawn.stepAt = (clientX) => {
+    const box = drawn.getBoundingClientRect();
+    return scale.stepOf(((clientX - box.left) / box.width) * axis.width);
+  };
+  drawn.choose = (from, to) => {
+    chosen.setAttribute("visibility", from === null ? "hidden" : "visible");
+    if (from === null) return;
+    chosen.setAttribute("x", scale.x(Math.min(from, to)));
+    chosen.setAttribute("width", Math.abs(scale.x(to) - scale.x(from)));
+  };
+  drawn.readAt = (step) => {
+    const index = step === null ? axis.steps.length - 1 : nearest(axis.steps, step);
+    const newest = (last) => (step === null ? last.findLast(Number.isFinite) : last[index]);
+    series.forEach((one, place) => { values[place].textContent = `${figure(newest(one.last))}${spreadOf(one, index)}`; });
+    bands.forEach((band, place) => { of[place].textContent = `${figure(band.low[index])} to ${figure(band.high[index])}`; });
+    where.textContent = step === null ? "" : `${unit} ${Math.round(axis.steps[index] ?? 0).toLocaleString("en")}${axis.phases?.[index] ? `, ${axis.phases[index]}` : ""}`;
+    cursor.setAttribute("visibility", step === null ? "hidden" : "visible");
+    for (const side of ["x1", "x2"]) cursor.setAttribute(side, scale.x(axis.steps[index] ?? 0));
+  };
+  const now = series.map((one) => `${one.name} ${figure(one.last.findLast(Number.isFinite))}`).join(", ");
+  drawn.setAttribute("aria-label", `${now} at ${unit} ${Math.round(axis.steps.at(-1) ?? 0)}`);
+  drawn.readAt(null);
+  return [drawn, legend];
+}
+
+const spreadOf = (one, index) => (one.low && one.low[index] !== one.high[index] ? ` (${figure(one.low[index])} to ${figure(one.high[index])})` : "");
+
+const nearest = (steps, step) => steps.reduce((best, one, index) => (Math.abs(one - step) < Math.abs(steps[best] - step) ? index : best), 0);
+
+function scaleOf({ steps, width, from, to }, rows) {
+  const first = from ?? steps[0] ?? 0, span = (to ?? steps.at(-1) ?? 0) - first || 1;
+  const floor = rows[0], height = rows.at(-1) - floor || 1, wide = width - LEFT - RIGHT;
   return {
-    x: (step) => LEFT + ((step - first) / span) * (WIDTH - LEFT - RIGHT),
+    x: (step) => LEFT + ((step - first) / span) * wide,
     y: (value) => HEIGHT - BOTTOM - ((value - floor) / height) * (HEIGHT - TOP - BOTTOM),
-    first, last: first + span,
+    stepOf: (x) => first + Math.min(1, Math.max(0, (x - LEFT) / wide)) * span,
+    first, last: first + span, right: width - RIGHT,
   };
 }
 
-function grid(scale, marks) {
-  const rows = marks.flatMap((value) => {
+function grid(scale, rows, axis) {
+  const lines = rows.flatMap((value) => {
     const y = scale.y(value);
     return [
-      svg("line", { class: "grid", x1: LEFT, x2: WIDTH - RIGHT, y1: y, y2: y }),
-      svg("text", { x: LEFT - 6, y: y + 4, "text-anchor": "end" }, tick(value, marks)),
+      svg("line", { class: "grid", x1: LEFT, x2: scale.right, y1: y, y2: y }),
+      svg("text", { x: LEFT - 6, y: y + 4, "text-anchor": "end" }, tick(value, rows)),
     ];
   });
   const columns = ticks(scale.first, scale.last)
     .filter((step) => step >= scale.first && step <= scale.last && Number.isInteger(step))
-    .map((step) => svg("text", { x: scale.x(step), y: HEIGHT - 6, "text-anchor": "middle" }, step.toLocaleString("en")));
-  return [...rows, ...columns];
+    .map((step) => svg("text", { x: scale.x(step), y: HEIGHT - 20, "text-anchor": "middle" }, step.toLocaleString("en")));
+  return [...lines, ...columns, svg("text", { class: "title", x: (LEFT + scale.right) / 2, y: HEIGHT - 4, "text-anchor": "middle" }, axis.title ?? axis.unit ?? "step")];
 }
 
-function tick(value, marks) {
-  const largest = Math.max(...marks.map(Math.abs));
+/** Lines where something happened to the run, and ticks where it was evaluated. */
+function marksOf(scale, { marks = [], evaluated = [] }) {
+  const within = (step) => step >= scale.first && step <= scale.last;
+  return [
+    ...marks.filter((mark) => within(mark.step)).map((mark) => svg("line", { class: `mark ${mark.kind}`, x1: scale.x(mark.step), x2: scale.x(mark.step), y1: TOP, y2: HEIGHT - BOTTOM }, svg("title", {}, `step ${mark.step}: ${mark.text}`))),
+    ...evaluated.filter(within).map((step) => svg("line", { class: "mark evaluation", x1: scale.x(step), x2: scale.x(step), y1: HEIGHT - BOTTOM, y2: HEIGHT - BOTTOM + 5 })),
+  ];
+}
+
+function tick(value, rows) {
+  const largest = Math.max(...rows.map(Math.abs));
   if (largest >= 10000) return `${Number((value / 1000).toPrecision(4))}k`;
   if (value !== 0 && largest < 0.01) return value.toExponential(1).replace(".0e", "e");
   return String(Number(value.toPrecision(6)));
 }
 
-function line(scale, steps, one, index) {
-  return runs(steps, one.values).flatMap((run) => {
+function line(scale, steps, one, name) {
+  return runs(steps, one.last).flatMap((run) => {
     const places = run.map(([step, value]) => `${scale.x(step).toFixed(1)},${scale.y(value).toFixed(1)}`).join(" ");
     const dots = one.points || run.length === 1 ? run : [];
     return [
-      svg("polyline", { class: `line s${index % 6}`, points: places }),
-      ...dots.map(([step, value]) => svg("circle", { class: `dot s${index % 6}`, cx: scale.x(step), cy: scale.y(value), r: 3 })),
+      svg("polyline", { class: `line ${name}`, points: places }),
+      ...dots.map(([step, value]) => svg("circle", { class: `dot ${name}`, cx: scale.x(step), cy: scale.y(value), r: 3 })),
     ];
   });
 }
@@ -118,29 +168,16 @@ function area(scale, steps, low, high, name) {
 
 /** Return a rectangle for each run of places in one phase, coloured by the phase. */
 function phaseBands(scale, steps, phases) {
-  const names = [...new Set(phases.filter(Boolean))], half = steps.length > 1 ? (steps[1] - steps[0]) / 2 : 0.5;
+  const names = [...new Set(phases.filter(Boolean))].toSorted(), half = steps.length > 1 ? (steps[1] - steps[0]) / 2 : 0.5;
   const starts = phases.map((phase, index) => (phase !== phases[index - 1] ? index : -1)).filter((index) => index >= 0 && phases[index]);
   return starts.map((start) => {
     let end = start;
     while (phases[end + 1] === phases[start]) end += 1;
     const x = scale.x(steps[start] - half);
-    const place = { class: `phase p${names.indexOf(phases[start]) % 6}`, x, y: TOP, width: Math.max(0, scale.x(steps[end] + half) - x), height: HEIGHT - TOP - BOTTOM };
+    const place = { class: `phase s${names.indexOf(phases[start]) % COLOURS}`, x, y: TOP, width: Math.max(0, scale.x(steps[end] + half) - x), height: HEIGHT - TOP - BOTTOM };
     return svg("rect", place, svg("title", {}, phases[start]));
   });
 }
-
-function tips(scale, steps, series, bands, unit = "step", phases = []) {
-  const width = (WIDTH - LEFT - RIGHT) / Math.max(1, steps.length);
-  return steps.map((step, index) => {
-    const told = [`${unit} ${Math.round(step).toLocaleString("en")}${phases[index] ? `: ${phases[index]}` : ""}`];
-    for (const one of series) if (Number.isFinite(one.values[index])) told.push(`${one.name} ${figure(one.values[index])}`);
-    for (const band of bands) told.push(`${band.name} ${figure(band.low[index])} to ${figure(band.high[index])}`);
-    const place = { class: "tip", x: scale.x(step) - width / 2, y: TOP, width, height: HEIGHT - TOP - BOTTOM };
-    return svg("rect", place, svg("title", {}, told.join("\n")));
-  });
-}
-
-// ---------------------------------------------------------------- values
 
 /** Part a curve at its gaps. */
 function runs(steps, values) {
@@ -150,19 +187,4 @@ function runs(steps, values) {
     else if (found.at(-1).length > 0) found.push([]);
   });
   return found.filter((run) => run.length > 0);
-}
-
-/** Average long series down to `MOST_POINTS`. */
-function thinned(steps, series, bands) {
-  const width = Math.ceil(steps.length / MOST_POINTS);
-  if (width <= 1) return [steps, series, bands];
-  const average = (values) => Array.from({ length: Math.ceil(values.length / width) }, (_, cut) => {
-    const known = values.slice(cut * width, (cut + 1) * width).filter(Number.isFinite);
-    return known.length === 0 ? null : known.reduce((sum, value) => sum + value, 0) / known.length;
-  });
-  return [
-    average(steps),
-    series.map((one) => ({ ...one, values: average(one.values) })),
-    bands.map((band) => ({ ...band, low: average(band.low), high: average(band.high) })),
-  ];
 }

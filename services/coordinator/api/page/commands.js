@@ -48,19 +48,20 @@ export function rollBack(target, policies, run, done) {
 }
 
 /** Ask for a token, and keep it in this tab. Rejects when the person gives none. */
-export async function askToken(status) {
+export async function askToken(status, refused) {
   forgetToken();
   const found = await ask({
     title: status === 403 ? "A token that may operate" : "A token, please",
     yes: "Use it",
     body: [
+      refused === "" ? "" : el("p", { class: "bad", role: "alert" }, refused),
       el("p", {}, status === 403 ? "The token of this tab may only read." : "This coordinator asks for a bearer token."),
       el("p", { class: "soft" }, "`penstock page` prints a link that needs no token. The token is the first line of the file token in the run's folder, or of the one that coordinator.token_file names, and is kept in this tab until you close it."),
       field("token", "Token", { type: "password", required: true, minlength: 16 }),
     ],
     act: async (form) => { keepToken(form.get("token").trim()); return true; },
   });
-  if (found === null) throw new Problem(status, "no token was given");
+  if (found === null) throw new Problem(status, "no token was given: reload the page, or open a new link of `penstock page`");
 }
 
 /** Ask whether to do one thing to a version, a replica or a dead letter. With `why` a reason is asked for, too. */

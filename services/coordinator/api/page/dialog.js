@@ -48,6 +48,7 @@ function opened(dialog, first, result) {
     dialog.addEventListener("close", () => {
       dialog.remove();
       if (!opener.isConnected) again(opener)?.focus(); // it was drawn again meanwhile
+      else if (opener.disabled) opener.parentElement.querySelector("button:not(:disabled):not([hidden])")?.focus();
       resolve(result());
     });
   });

@@ -1,6 +1,6 @@
 // What processes hold on each device: stacked areas over time, with the phases as bands.
 
-import { stack } from "./charts.js";
+import { stack, widthIn } from "./charts.js";
 import { el, redraw } from "./dom.js";
 
 const GIB = 2 ** 30, PLACES = 160;
@@ -9,32 +9,33 @@ const ORDER = ["weights", "shadow", "key-value cache", "reference", "critic", "m
 
 /** Show a chart for each device of `reports` (GET /v1/run/memory, oldest first). */
 export function drawMemory(node, reports) {
-  redraw(node, [reports.length, reports.at(-1)?.id ?? null], () => {
+  const width = widthIn(node);
+  redraw(node, [reports.length, reports.at(-1)?.id ?? null, width], () => {
     const samples = reports.flatMap((report) => report.samples.map((sample) => ({ ...sample, replica: report.replica })));
     const devices = [...new Set(samples.map((sample) => sample.device))].toSorted();
     if (devices.length === 0) return el("p", { class: "soft" }, "nothing yet");
-    return devices.map((device) => deviceCard(device, samples.filter((sample) => sample.device === device)));
+    return devices.map((device) => deviceCard(device, samples.filter((sample) => sample.device === device), width));
   });
 }
 
-function deviceCard(device, samples) {
+function deviceCard(device, samples, pixels) {
   const capacity = samples.at(-1).capacity_bytes / GIB;
   const replicas = [...new Set(samples.map((sample) => sample.replica))].toSorted();
   const note = `GiB of ${capacity.toPrecision(3)}, by ${replicas.join(", ")}; seconds since ${new Date(beginOf(samples) * 1000).toLocaleTimeString("en-GB")}`;
-  return el("div", { class: "card curve memory", "data-device": device }, el("h3", {}, device, " ", el("small", {}, note)), ...memoryChart(samples, replicas));
+  return el("div", { class: "card curve memory", "data-device": device }, el("h3", {}, device, " ", el("small", {}, note)), ...memoryChart(samples, replicas, pixels));
 }
 
 const beginOf = (samples) => Math.min(...samples.map((sample) => sample.ended_at_s - sample.seconds));
 
-function memoryChart(samples, replicas) {
+function memoryChart(samples, replicas, pixels) {
   const first = beginOf(samples), last = Math.max(...samples.map((sample) => sample.ended_at_s));
   const width = (last - first) / PLACES || 1;
   const times = Array.from({ length: PLACES }, (_, place) => (place + 0.5) * width);
   const held = replicas.map((replica) => samplesAt(samples.filter((sample) => sample.replica === replica), first, width));
   const names = [...new Set(samples.flatMap((sample) => Object.keys(sample.components)))].toSorted((a, b) => ORDER.indexOf(a) - ORDER.indexOf(b));
-  const series = names.map((name) => ({ name, values: times.map((_, place) => held.reduce((sum, own) => sum + (own[place]?.components[name] ?? 0), 0) / GIB) }));
+  const series = names.map((name) => ({ name, colour: ORDER.indexOf(name) < 0 ? ORDER.length - 1 : ORDER.indexOf(name), last: times.map((_, place) => held.reduce((sum, own) => sum + (own[place]?.components[name] ?? 0), 0) / GIB) }));
   const leading = held[Math.max(0, replicas.findIndex((replica) => replica.startsWith("trainer")))];
-  return stack(times, series, { unit: "second", phases: leading.map((sample) => sample?.phase ?? null) }) ?? [];
+  return stack({ steps: times, width: pixels, from: 0, to: last - first, unit: "second" }, series, leading.map((sample) => sample?.phase ?? null)) ?? [];
 }
 
 /** Return one process's sample at each place: the largest that overlaps it, else the one before. */

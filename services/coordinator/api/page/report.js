@@ -1,16 +1,18 @@
 // report.html: the curves and rollouts of the page, of the records that the file itself contains (services/coordinator/records/report.py).
 
-import { drawCurves, isSupervised, PHASES } from "./curves.js";
+import { cursorIn } from "./cursor.js";
+import { drawCurves, isSupervised, PHASES, rangeOf, within } from "./curves.js";
 import { drawMemory } from "./memory.js";
 import { drawRollouts } from "./rollouts.js";
 import { byId, clock, duration, el, figure } from "./dom.js";
 
-const { run_id: run, written_at_s: writtenAtS, summary, steps, columns, ends, evaluations, rollouts, doubts, events, settings, memory } = JSON.parse(byId("data").textContent);
-const valuesOf = (name) => (columns[name] ?? []).filter(Number.isFinite);
+const { run_id: run, written_at_s: writtenAtS, summary, curves: whole, seconds: means, lags: samples, ends, evaluations, rollouts, doubts, events, settings, memory } = JSON.parse(byId("data").textContent);
+const supervised = isSupervised(whole.metrics);
+const most = (name) => (whole.metrics[name]?.high ?? whole.metrics[name]?.last ?? []).reduce((a, b) => Math.max(a, b ?? a), -Infinity);
 const sum = (values) => values.reduce((total, value) => total + value, 0);
 
 function head() {
-  const state = summary.state ?? (steps.length === 0 ? "no step yet" : "no summary yet");
+  const state = summary.state ?? (whole.steps === 0 ? "no step yet" : "no summary yet");
   const at = new Date((summary.finished_at_s ?? writtenAtS) * 1000).toISOString().slice(0, 16).replace("T", " ");
   document.title = `Penstock: ${run}`;
   return [
@@ -29,21 +31,17 @@ function tiles() {
   return [
     ["held-out accuracy, before → after", ended ? change(summary.accuracy_before, summary.accuracy_after) : change(accuracies[0], accuracies.at(-1))],
     ["mean reward, first → last steps", change(...ends.reward_mean)],
-    ...(isSupervised(columns.reward_mean, columns.loss) ? [["loss, first → last steps", change(...ends.loss)], ["held-out loss, first → last", change(...ends.evaluation_loss)]] : []),
-    ["optimizer steps", figure(summary.steps ?? steps.at(-1))],
+    ...(supervised ? [["loss, first → last steps", change(...ends.loss)], ["held-out loss, first → last", change(...ends.evaluation_loss)]] : []),
+    ["optimizer steps", figure(summary.steps ?? whole.last_step)],
     ["training time", duration(summary.training_s)],
     ["samples per second", figure(summary.samples_per_s)],
-    !isSupervised(columns.reward_mean, columns.loss) && ["largest lag, in steps", figure(valuesOf("lag_max").toSorted((a, b) => a - b).at(-1))],
+    !supervised && ["largest lag, in steps", figure(most("lag_max"))],
   ].filter(Boolean).filter(([, value]) => value && value !== "–").map(([name, value]) => el("div", { class: "card tile" }, el("b", {}, value), el("span", {}, name)));
 }
 
-/** A phase that few steps have, such as a checkpoint, is averaged over all steps. */
 function seconds() {
-  const names = Object.entries({ step_s: "whole step", ...PHASES }).map(([name, label]) => [name, label, steps.length]);
-  const groups = [["generate_s_mean", "generate one group"], ["score_s_mean", "score one group"]];
-  return [...names, ...groups.map(([name, label]) => [name, label, valuesOf(name).length])]
-    .filter(([name]) => valuesOf(name).length > 0)
-    .map(([name, label, count]) => [label, (sum(valuesOf(name)) / count).toFixed(3)]);
+  const names = { step_s: "whole step", ...PHASES, generate_s_mean: "generate one group", score_s_mean: "score one group" };
+  return Object.entries(names).filter(([name]) => means[name] !== undefined).map(([name, label]) => [label, means[name].toFixed(3)]);
 }
 
 function groups() {
@@ -52,8 +50,6 @@ function groups() {
 }
 
 function lags() {
-  const samples = {};
-  for (const counts of columns.lag_counts ?? []) for (const [lag, count] of Object.entries(counts ?? {})) samples[lag] = (samples[lag] ?? 0) + count;
   const total = sum(Object.values(samples));
   return Object.entries(samples).map(([lag, count]) => [lag, figure(count), `${((100 * count) / total).toFixed(1)}%`]);
 }
@@ -76,10 +72,19 @@ const put = (id, children) => byId(id).append(...children.filter(Boolean));
 
 put("head", head());
 put("tiles", tiles());
-drawCurves(byId("curves"), steps.map((step, index) => ({ step, metrics: Object.fromEntries(Object.entries(columns).map(([name, values]) => [name, values[index]])) })), evaluations, null);
+let zoomed = null;
+const drawZoomed = () => {
+  const view = zoomed === null ? whole : within(whole, ...zoomed);
+  byId("range").textContent = `${rangeOf(view)} Drag over a curve to zoom; Escape shows all.`;
+  drawCurves(byId("curves"), view, evaluations, null, zoomed);
+};
+const show = cursorIn(byId("curves"), { zoom: (from, to) => { zoomed = from === null ? null : [from, to]; drawZoomed(); show(); } });
+drawZoomed();
+cursorIn(byId("memory"));
+addEventListener("resize", drawZoomed);
 drawMemory(byId("memory"), memory);
 put("tables", [card("Mean seconds per step", seconds()), card("Groups", groups()), card("Samples by lag", lags(), ["lag, in steps", "samples", "share"])]);
-drawRollouts(byId("rollouts"), rollouts, false);
+drawRollouts(byId("rollouts"), rollouts);
 put("records", [
   fold("summary", pairs(summary).length > 0 && table(pairs(summary))),
   fold("versions", summary.versions && table(Object.entries(summary.versions))),

@@ -1,63 +1,144 @@
-// Groups to read: what was asked, what was answered, what it scored. All of it is the run's text, and goes in as text.
+// Groups to read: one line a completion, which unfolds. All of it is the run's text, and goes in as text.
 
 import { el, figure, redraw } from "./dom.js";
 
 /** The replica of groups that nobody generated (services/coordinator/admission/demonstrations.py). */
 const DEMONSTRATIONS = "demonstrations";
+/** Characters of a completion in its line; the rest is read when it is unfolded. */
+export const TAIL = 200;
+const NEWEST = "newest first";
 
-/** Show `groups` (GET /v1/run/rollouts, newest first), the first of them open; what a person opened of `held` ones stays open.
-    `showProblem` shows a problem's groups of all versions. */
-export function drawRollouts(node, groups, held, showProblem = null, none = "no steps yet") {
-  redraw(node, [none, ...groups.map((group) => group.id)], () => {
+/** How a person sorts and filters what is loaded; kept while groups come and go. */
+const order = { by: NEWEST, down: true, field: "reward", from: "", to: "" };
+const open = new Set();
+
+/**
+ * Show `groups` (GET /v1/run/rollouts, newest first). `whole(group)` returns a group with whole texts; `showProblem` shows a
+ * problem's groups of all versions; what `search` says is marked; `none` is said where there is no group.
+ */
+export function drawRollouts(node, groups, { whole = async (group) => group, showProblem = null, search = "", none = "no steps yet" } = {}) {
+  const again = () => { node.drawnFrom = undefined; drawRollouts(node, groups, { whole, showProblem, search, none }); };
+  redraw(node, [none, search, groups.map((group) => group.id)], () => {
     if (groups.length === 0) return el("p", { class: "card soft" }, none);
-    const folds = new Map(held ? [...node.querySelectorAll("details")].map((one) => [one.dataset.key, one.open]) : []);
-    return groups.map((group, index) => groupOf(group, folds.get(group.id) ?? (!held && index === 0), showProblem));
+    const scorers = [...new Set(groups.flatMap((group) => group.completions.flatMap((one) => Object.keys(one.scores))))];
+    const fields = fieldsOf(scorers);
+    const rows = groups.flatMap((group) => alike(group.completions).map((same) => ({ group, one: same[0], times: same.length })));
+    const shown = sorted(rows.filter((row) => passes(row, fields)), fields);
+    const columns = ["reward", ...scorers, "tokens"];
+    const body = shown.flatMap((row, index) => [
+      order.by === NEWEST && row.group !== shown[index - 1]?.group ? heading(row.group, columns.length + 3, search, showProblem) : "",
+      ...lineOf(row, scorers, search, whole, showProblem),
+    ]);
+    const sorting = (name) => el("th", { class: name === "completion" ? "" : "number", "aria-sort": order.by !== name ? "none" : order.down ? "descending" : "ascending" },
+      name === "completion" ? name : el("button", { type: "button", class: "plain", "data-key": `sort-${name}`, onclick: () => { Object.assign(order, { by: name, down: order.by !== name || !order.down }); again(); } }, name, order.by === name ? (order.down ? " ↓" : " ↑") : ""));
+    return [filterOf(Object.keys(fields), shown.length, rows.length, again),
+      el("div", { class: "card scroll" }, el("table", { class: "lines" }, el("thead", {}, el("tr", {}, el("th", {}), el("th", { class: "number" }, "times"), columns.map(sorting), sorting("completion"))), el("tbody", {}, body)))];
   });
 }
 
-function groupOf(group, open, showProblem) {
-  const isShown = group.replica === DEMONSTRATIONS;
-  const rewards = group.completions.map((one) => one.reward ?? 0);
-  const mean = rewards.reduce((sum, reward) => sum + reward, 0) / rewards.length;
-  const asked = askedOf(group.prompt);
-  const versions = [...new Set(group.completions.flatMap((one) => one.versions))].toSorted((a, b) => a - b);
-  return el("details", { class: "card", open, "data-key": group.id },
-    el("summary", {}, `step ${figure(group.step)} · ${isShown ? "shown" : `v${versions.join(", v")} · mean reward ${figure(mean)}`} · ${asked.slice(0, 80)}`),
-    el("p", { class: "soft" }, isShown ? `prompt (${group.problem})` : `asked (${group.problem}, by ${group.replica})`), el("pre", {}, asked),
-    showProblem === null ? "" : el("p", {}, el("button", { type: "button", class: "quiet", onclick: (event) => { event.stopPropagation(); showProblem(group.row_id); } }, "This problem in all versions")),
-    group.answer === null ? "" : [el("p", { class: "soft" }, "answer"), el("pre", {}, group.answer)],
-    el("div", { class: "scroll" }, el("table", {},
-      el("thead", {}, el("tr", {}, el("th", { class: "number" }, isShown ? "" : "reward"), el("th", { class: "number" }, "times"), el("th", {}, "completion"), el("th", {}, "scores"))),
-      el("tbody", {}, alike(group.completions).map((same) => row(same, isShown && worthOf(same[0], group.completions)))))));
+/** What a completion is sorted and filtered by. */
+const fieldsOf = (scorers) => ({
+  reward: ({ one }) => one.reward, tokens: ({ one }) => one.tokens,
+  version: ({ one }) => Math.max(...one.versions), step: ({ group }) => group.step,
+  ...Object.fromEntries(scorers.map((name) => [name, ({ one }) => (one.scores[name]?.status === "ok" ? one.scores[name].value : null)])),
+});
+
+function passes(row, fields) {
+  const value = fields[order.field]?.(row) ?? null;
+  return (order.from === "" || (value !== null && value >= Number(order.from))) && (order.to === "" || (value !== null && value <= Number(order.to)));
 }
 
-/** Completions of one text and reward share a row. */
+function sorted(rows, fields) {
+  const value = fields[order.by];
+  if (value === undefined) return rows;
+  const sign = order.down ? -1 : 1, of = (row) => value(row) ?? -sign * Infinity; // without a value: last
+  return rows.toSorted((a, b) => (of(a) === of(b) ? 0 : sign * (of(a) - of(b))));
+}
+
+function filterOf(names, shown, all, again) {
+  const input = (name, label) => el("input", { type: "number", step: "any", "aria-label": label, value: order[name], "data-key": `filter-${name}`, onchange: (event) => { order[name] = event.target.value; again(); } });
+  const select = el("select", { "aria-label": "Field to filter by", "data-key": "filter-field", onchange: (event) => { order.field = event.target.value; again(); } }, names.map((name) => el("option", { selected: name === order.field }, name)));
+  return el("p", { class: "soft filter" }, "Only where ", select, " is from ", input("from", "From"), " to ", input("to", "To"), ` · ${shown} of ${all} loaded completions `,
+    order.by === NEWEST ? "" : el("button", { type: "button", class: "quiet", onclick: () => { order.by = NEWEST; again(); } }, "By group"));
+}
+
+function heading(group, columns, search, showProblem) {
+  const rewards = group.completions.map((one) => one.reward ?? 0), isShown = group.replica === DEMONSTRATIONS;
+  const versions = [...new Set(group.completions.flatMap((one) => one.versions))].toSorted((a, b) => a - b);
+  const about = isShown ? "shown" : `v${versions.join(", v")} · mean reward ${figure(rewards.reduce((sum, reward) => sum + reward, 0) / rewards.length)}`;
+  return el("tr", { class: "group" }, el("th", { colspan: columns, scope: "rowgroup" }, `step ${figure(group.step)} · ${about} · `, marked(askedOf(group.prompt).slice(-TAIL), search), " ",
+    showProblem === null ? "" : el("button", { type: "button", class: "plain soft", onclick: () => showProblem(group.row_id) }, "This problem in all versions")));
+}
+
+/** Completions of one text and reward share a line; of texts that are cut, nothing is known of the rest. */
 function alike(completions) {
   const rows = new Map();
-  for (const one of completions) {
-    const sign = JSON.stringify([one.text, one.reward, one.scores]);
+  for (const [index, one] of completions.entries()) {
+    const sign = JSON.stringify([one.text, one.tokens, one.reward, one.scores, one.characters > one.text.length ? index : null]);
     rows.set(sign, [...(rows.get(sign) ?? []), one]);
   }
   return [...rows.values()];
 }
 
 /** What a completion is that nothing scored: of a pair, the better one is recorded with reward 1. */
-function worthOf(one, completions) {
+function worthOf(one, { replica, completions }) {
+  if (replica !== DEMONSTRATIONS) return null;
   if (completions.length === 1) return "demonstration";
   return one.reward > 0 ? "chosen" : "rejected";
 }
 
-function row(same, worth) {
-  const [one] = same;
-  const cut = one.finish_reason === "length" ? ", cut at the limit" : "";
-  return el("tr", {},
+/** A completion's line and, if it is open, the row below with all that is recorded of it. */
+function lineOf({ group, one, times }, scorers, search, whole, showProblem) {
+  const key = `${group.id}-${group.completions.indexOf(one)}`, worth = worthOf(one, group);
+  const tail = `${one.characters > one.text.length ? "… " : ""}${one.text.slice(-TAIL)}`.replaceAll(/\s+/g, " ");
+  const detail = el("tr", { class: "detail", hidden: !open.has(key) }, el("td", { colspan: scorers.length + 5 }));
+  const fill = async () => {
+    if (detail.hidden || detail.firstChild.childElementCount > 0) return;
+    const read = one.characters > one.text.length ? await whole(group).catch((problem) => ({ unread: problem.message })) : group;
+    detail.firstChild.replaceChildren(...(read.unread ? [el("p", { class: "bad" }, read.unread)] : [wholeOf(read, read.completions[group.completions.indexOf(one)], search, showProblem)]));
+  };
+  const toggle = el("button", { type: "button", class: "plain", "aria-expanded": String(open.has(key)), "aria-label": "Unfold", "data-key": `unfold-${key}`, onclick: () => {
+    detail.hidden = !detail.hidden;
+    open[detail.hidden ? "delete" : "add"](key);
+    toggle.setAttribute("aria-expanded", String(!detail.hidden));
+    toggle.textContent = detail.hidden ? "▸" : "▾";
+    fill();
+  } }, open.has(key) ? "▾" : "▸");
+  fill();
+  const line = el("tr", {}, el("td", {}, toggle), el("td", { class: "number" }, String(times)),
     worth ? el("td", { class: worth === "rejected" ? "bad" : "good" }, worth) : el("td", { class: `number ${one.reward > 0 ? "good" : "bad"}` }, figure(one.reward)),
-    el("td", { class: "number" }, String(same.length)),
-    el("td", { class: "text", title: `${one.tokens} tokens${cut}, by v${one.versions.join(", v")}` }, one.text),
-    el("td", { class: "soft" }, Object.entries(one.scores).map(([name, score]) => el("div", { title: score.detail }, scoreOf(name, score)))));
+    scorers.map((name) => el("td", { class: "number", title: one.scores[name]?.detail }, scoreOf(one.scores[name]))),
+    el("td", { class: "number" }, figure(one.tokens)), el("td", { class: "text tail" }, marked(tail, search)));
+  return [line, detail];
 }
 
-const scoreOf = (name, score) => `${name} ${score.status === "ok" ? figure(score.value) : score.status}`;
+const scoreOf = (score) => (score === undefined ? "" : score.status === "ok" ? figure(score.value) : score.status);
+
+/** Everything recorded of one completion. A sample of several turns has `turns`, each with its role and perhaps its reward. */
+function wholeOf(group, one, search, showProblem) {
+  const turns = one.turns ?? [{ role: "completion", content: one.text }];
+  const cut = one.finish_reason === "length" ? ", cut at the limit" : "";
+  return el("div", { class: "whole" },
+    el("p", { class: "soft" }, `step ${figure(group.step)}, group ${group.group}, ${group.problem}, by ${group.replica}, v${one.versions.join(", v")}: ${figure(one.tokens)} tokens${cut} `,
+      showProblem === null ? "" : el("button", { type: "button", class: "quiet", onclick: () => showProblem(group.row_id) }, "This problem in all versions")),
+    Object.entries(one.scores).map(([name, score]) => el("p", { class: "soft" }, `${name} ${scoreOf(score)}${score.detail ? `: ${score.detail}` : ""}`)),
+    el("p", { class: "soft" }, "prompt"), el("pre", {}, marked(askedOf(group.prompt), search)),
+    group.answer === null ? "" : [el("p", { class: "soft" }, "answer"), el("pre", {}, marked(group.answer, search))],
+    turns.map((turn) => [el("p", { class: "soft" }, `${turn.role}${Number.isFinite(turn.reward) ? `, reward ${figure(turn.reward)}` : ""}`), el("pre", { class: "text" }, marked(String(turn.content), search))]),
+    one.characters > one.text.length ? el("p", { class: "soft" }, `${figure(one.characters - one.text.length)} characters of it are left out; rollouts.jsonl has all.`) : "");
+}
+
+/** Return `text` with each occurrence of `search` marked. */
+function marked(text, search) {
+  if (search === "") return text;
+  const parts = [], low = text.toLowerCase(), sought = search.toLowerCase();
+  let at = 0;
+  for (let hit = low.indexOf(sought); hit >= 0 && low.length === text.length; hit = low.indexOf(sought, at)) {
+    parts.push(text.slice(at, hit), el("mark", {}, text.slice(hit, hit + search.length)));
+    at = hit + search.length;
+  }
+  return [...parts, text.slice(at)];
+}
 
 function askedOf(prompt) {
   if (!Array.isArray(prompt)) return String(prompt ?? "");

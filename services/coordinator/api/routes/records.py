@@ -3,6 +3,7 @@
 ::
 
     /v1/run/steps      the stream `steps`
+    /v1/run/curves     metrics.jsonl, in buckets
     /v1/run/memory     the stream `memory`
     /v1/run/rollouts   groups since the newest checkpoint; before it, a sample from rollouts.jsonl
 
@@ -11,19 +12,32 @@ After a rollback a step's newest report is valid.
 
 import asyncio
 import dataclasses
+import functools
 import itertools
+import json
+import threading
 from collections.abc import Iterator, Mapping
-from pathlib import Path
+from pathlib import Path as FilePath
 from typing import Annotated
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Path, Query, Response
 from pydantic import ValidationError
+from starlette.exceptions import HTTPException
 
-from penstock.services.coordinator.api.dependencies import EntryCursor, Limit, Parts, page_of, soon
+from penstock.services.coordinator.api.dependencies import ENTRY, EntryCursor, Limit, Parts, page_of, soon
 from penstock.services.coordinator.records import jsonl
+from penstock.services.coordinator.records.curves import Curves
 from penstock.services.coordinator.records.recorder import rollout_line
 from penstock.services.coordinator.run.monitor import numbers
-from penstock.services.coordinator.schemas.records import MemoryView, RolloutView, StepView, rollout_view
+from penstock.services.coordinator.schemas.records import (
+    CurvesView,
+    MarkView,
+    MemoryView,
+    RolloutView,
+    StepView,
+    rollout_view,
+)
+from penstock.services.coordinator.schemas.records import excerpt as of_group
 from penstock.services.coordinator.schemas.resources import Page
 from penstock.shared.bus.encoding import wire
 from penstock.shared.bus.messages import Experience, Json, MemoryReport, StepReport
@@ -31,10 +45,17 @@ from penstock.shared.bus.stores.run import records
 from penstock.shared.bus.streams import JOURNAL, MEMORY, STEPS, Row
 from penstock.shared.errors import MessageError
 
+Points = Annotated[int, Query(ge=2, le=1000, description="Maximum number of buckets.")]
+From = Annotated[int | None, Query(alias="from", ge=0, le=2**53, description="First step. Default: the run's first.")]
+To = Annotated[int | None, Query(alias="to", ge=0, le=2**53, description="Last step. Default: the newest.")]
 Few = Annotated[int, Query(ge=1, le=50, description="Maximum number of groups.")]
 
 
 Text = Annotated[str, Query(max_length=1000)]
+UpTo = Annotated[int | None, Query(ge=0, le=2**53, description="Groups that this step or an earlier one trained.")]
+Excerpt = Annotated[
+    int | None, Query(ge=1, le=100_000, description="Characters of each completion: around `search`, else its end.")
+]
 _SEARCHED, _AT_ONCE = 1000, 50
 """Groups that one request examines; its `next` continues after them."""
 
@@ -42,6 +63,7 @@ _SEARCHED, _AT_ONCE = 1000, 50
 def record_routes(parts: Parts) -> APIRouter:
     """Return the routes for training records."""
     router = APIRouter(prefix="/v1/run", tags=["run"])
+    curves, reading = functools.cache(lambda: Curves(parts.folder)), threading.Lock()
 
     @router.get("/steps", operation_id="listSteps", summary="The trainer's report of each step, newest first")
     async def steps(cursor: EntryCursor = None, limit: Limit = 100) -> Page[StepView]:
@@ -49,6 +71,19 @@ def record_routes(parts: Parts) -> APIRouter:
         page = page_of(rows, limit, lambda row: row[0])
         views = (_step(entry, fields) for entry, fields in page.items)
         return Page(items=[step for step in views if step is not None], next=page.next)
+
+    @router.get(
+        "/curves",
+        operation_id="getCurves",
+        summary="Every metric over the whole run or a range of steps, in buckets with minimum, maximum and last value",
+        response_model=CurvesView,
+    )
+    async def of_range(points: Points = 240, first: From = None, last: To = None) -> Response:
+        def text() -> str:
+            with reading:
+                return _curves(curves(), points, first, last)
+
+        return Response(await soon(asyncio.to_thread(text)), media_type="application/json")
 
     @router.get("/memory", operation_id="listMemory", summary="What each process held on its device, newest first")
     async def memory(cursor: EntryCursor = None, limit: Limit = 100) -> Page[MemoryView]:
@@ -59,13 +94,39 @@ def record_routes(parts: Parts) -> APIRouter:
 
     @router.get("/rollouts", operation_id="listRollouts", summary="Groups that were trained on, newest first")
     async def rollouts(
-        cursor: EntryCursor = None, limit: Few = 5, search: Text = "", problem: Text = ""
+        cursor: EntryCursor = None,
+        limit: Few = 5,
+        search: Text = "",
+        problem: Text = "",
+        step: UpTo = None,
+        excerpt: Excerpt = None,
     ) -> Page[RolloutView]:
+        sought = search.casefold()
+        if step is not None and cursor is None:
+            cursor = await soon(_after_step(parts, step))
         if search or problem:
-            return await soon(_matching(parts, cursor, limit, search.casefold(), problem))
-        return page_of(await soon(_rollouts(parts, cursor, limit + 1)), limit, lambda rollout: rollout.id)
+            page = await soon(_matching(parts, cursor, limit, sought, problem))
+        else:
+            page = page_of(await soon(_rollouts(parts, cursor, limit + 1)), limit, lambda rollout: rollout.id)
+        items = page.items if excerpt is None else [of_group(group, excerpt, sought) for group in page.items]
+        return Page(items=items, next=page.next)
+
+    @router.get("/rollouts/{entry}", operation_id="getRollout", summary="One group that was trained on")
+    async def rollout(entry: Annotated[str, Path(pattern=ENTRY, description="The group's `id`.")]) -> RolloutView:
+        at_ms, number = _place(entry)
+        for group in await soon(_rollouts(parts, f"{at_ms}-{number + 1}", 1)):
+            if group.id == entry:
+                return group
+        raise HTTPException(404, f"no group {entry} is recorded")
 
     return router
+
+
+def _curves(curves: Curves, points: int, first: int | None, last: int | None) -> str:
+    whole = curves.catch_up()
+    view = curves.view(points, first, last)
+    marks = [MarkView.model_validate(mark).model_dump() for mark in view["marks"]]
+    return json.dumps({**view, "whole": whole, "marks": marks}, separators=(",", ":"))
 
 
 def _step(entry: str, fields: Mapping[bytes, bytes]) -> StepView | None:
@@ -98,6 +159,19 @@ async def _rollouts(parts: Parts, cursor: str | None, count: int) -> list[Rollou
         before = rollouts[-1].id if rollouts else cursor
         rollouts += await asyncio.to_thread(_recorded, parts.folder / "rollouts.jsonl", before, count - len(rollouts))
     return rollouts
+
+
+async def _after_step(parts: Parts, step: int) -> str:
+    """Return a cursor after the newest group that ``step`` or an earlier one trained; after all groups without one."""
+    cursor: str | None = None
+    while rows := await records.page(parts.bus, JOURNAL, cursor, _AT_ONCE):
+        for entry, fields in rows:
+            if int(fields[b"step"]) <= step:
+                at_ms, number = _place(entry)
+                return f"{at_ms}-{number + 1}"
+        cursor = rows[-1][0]
+    newest = await asyncio.to_thread(jsonl.newest_up_to, parts.folder / "rollouts.jsonl", step)
+    return "1-0" if newest is None else f"{newest[0]}-{newest[1] + 1}"
 
 
 async def _matching(parts: Parts, cursor: str | None, limit: int, search: str, problem: str) -> Page[RolloutView]:
@@ -133,11 +207,11 @@ def _journalled(rows: list[Row]) -> Iterator[RolloutView]:
         yield rollout_view(_finite(rollout_line(entry, int(fields[b"step"]), experience)))
 
 
-def _recorded(file: Path, before: str | None, count: int) -> list[RolloutView]:
+def _recorded(file: FilePath, before: str | None, count: int) -> list[RolloutView]:
     return list(itertools.islice(_older(file, before), count))
 
 
-def _older(file: Path, before: str | None) -> Iterator[RolloutView]:
+def _older(file: FilePath, before: str | None) -> Iterator[RolloutView]:
     for line in jsonl.newest_first(file, None if before is None else _place(before)):
         try:
             rollout = rollout_view(_finite(line))
