@@ -28,6 +28,7 @@ from services.reward.reference import Reference
 from services.reward.rehearsal import rows
 from services.reward.scorers.answer.scorer import AnswerMatcher
 from services.reward.scorers.code.scorer import CodeTester
+from services.reward.scorers.environment import EnvironmentReward
 from services.reward.scorers.format.scorer import FormatChecker
 from services.reward.scorers.function.function_call import ENTRY_POINTS
 from services.reward.scorers.function.scorer import FunctionScorer
@@ -57,6 +58,7 @@ from shared.settings.rewards.models import ModelScorer
 from shared.settings.rewards.scorers import (
     AnswerScorer,
     CodeScorer,
+    EnvironmentScorer,
     FormatScorer,
     JudgeScorer,
     PythonScorer,
@@ -87,6 +89,8 @@ def make_scorer(
             return TrlFunctions(scorer, settings.data.answer_field, settings.run.steps)
         case JudgeScorer():
             return Judge(scorer)
+        case EnvironmentScorer():
+            return EnvironmentReward(scorer.name)
         case RandomScorer():
             return Lot(scorer.name, settings.run.seed)
         case CodeScorer():

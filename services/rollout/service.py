@@ -31,6 +31,7 @@ from services.rollout.engines.engine import (
 )
 from services.rollout.engines.prompts import Codec
 from services.rollout.engines.stop_texts import StopTexts
+from services.rollout.episode_turns import TurnListener
 from services.rollout.eval_priority import Precedence
 from services.rollout.follower import Follower
 from services.rollout.plausibility import Plausibility
@@ -253,6 +254,7 @@ class Rollout:
         precedence = Precedence(settings.rollout.max_groups * settings.sampling.group_size)
         generation = Generation(engine, codec, self._follower, precedence, replica, settings.run.seed, plausibility)
         self._rate = generation.rate
+        self._listener = TurnListener(context, engine, codec, precedence) if settings.episodes.is_on else None
         self._answering = Answering(bus, replica, generation.handle, self._cordon)
         self._training, self._evaluating = asyncio.Event(), asyncio.Event()
         self._regulate()
@@ -268,10 +270,11 @@ class Rollout:
                 regulating = around.create_task(self._keep_regulating())
                 taking_turns = around.create_task(self._turns.run(self, cast(Suspendable, self._engine)))
                 answering = around.create_task(self._answering.run())
+                drawing = [] if self._listener is None else [around.create_task(self._listener.run())]
                 async with asyncio.TaskGroup() as working:
                     for worker in self._workers:
                         working.create_task(worker.run(stop))
-                for task in (following, reporting, releasing, regulating, taking_turns, answering):
+                for task in (following, reporting, releasing, regulating, taking_turns, answering, *drawing):
                     task.cancel()
         finally:
             self._status.state = "stopping"

@@ -268,7 +268,7 @@ class Bus(Commands):
     async def _deliveries(self, stream: Stream, kind: type[M], taken: Sequence[_Taken]) -> list[Delivery[M]]:
         """Return entries, of parts with their groups' prompts, of which they have only the group."""
         prompts: dict[str, bytes | None] = {}
-        if stream == streams.PROMPTS:
+        if stream in streams.SAMPLE_STREAMS:
             groups = {text(fields.get(b"id", b"")) for *_, fields in taken if fields.get(b"part")}
             prompts = dict(zip(groups, await self.hmget(GENERATING, *groups), strict=True)) if groups else {}
         deliveries: list[Delivery[M]] = []
@@ -355,13 +355,14 @@ class Bus(Commands):
         return bool(left)
 
     async def requeue(self, delivery: Delivery[Any], prompt: Prompt, kept: Sequence[bytes] = ()) -> bool:
-        """Send a stale experience's group back to the prompts.
+        """Send a stale experience's group back to the stream of its prompt.
 
         Args:
             kept: the encoded part of each sample; b"" of those to generate again.
         """
         parts = [*kept, *[b""] * (prompt.sampling.samples - len(kept))]
         given = {**_input(delivery), "payload": wire.encode(prompt), "parts": parts}
+        given["source"] = streams.EPISODES if prompt.environment else streams.PROMPTS
         del given["part"]
         return bool(await self.script("requeue", **given))
 

@@ -13,6 +13,7 @@ from pydantic import Field, model_validator
 from shared.errors import SettingsError
 from shared.expression import Expression
 from shared.settings.algorithm import AlgorithmSettings
+from shared.settings.episodes import EpisodesSettings
 from shared.settings.evaluation import EvaluationSettings
 from shared.settings.guards import GuardsSettings
 from shared.settings.internal import InternalSettings
@@ -57,6 +58,8 @@ class Settings(Section):
     """How completions are drawn."""
     rollout: RolloutSettings = Field(default=RolloutSettings())
     """The replicas that generate."""
+    episodes: EpisodesSettings = Field(default=EpisodesSettings())
+    """Turns with tools, an environment or an agent."""
     reward: RewardSettings = Field(default=RewardSettings())
     """What a completion is worth."""
     algorithm: AlgorithmSettings = Field(default=AlgorithmSettings())
@@ -190,6 +193,7 @@ class Settings(Section):
             _check_pairs,
             _check_supervised,
             _check_mixture,
+            _check_episodes,
             check_placement,
         ):
             rule(self)
@@ -446,6 +450,32 @@ def _check_mixture(settings: Settings) -> None:
         raise ValueError(
             f"expected several datasets in data.path with algorithm.imitation > 0, found {weight} and one: name the problems and the "
             "demonstrations, each with its weight, or set algorithm.imitation = 0"
+        )
+
+
+def _check_episodes(settings: Settings) -> None:
+    owners = [scorer.name for scorer in settings.reward.scorers if scorer.kind == "environment"]
+    if not settings.episodes.is_on:
+        if owners:
+            raise ValueError(
+                f"expected [episodes] with the scorer {owners[0]!r}, whose values are their environments': set "
+                "episodes.environment or episodes.agent, or leave the scorer out"
+            )
+        return
+    for is_set, words in (
+        (settings.run.deterministic == "run", 'run.deterministic = "run"'),
+        (settings.is_supervised, "demonstrations or preference pairs as data.path"),
+        (bool(settings.evaluation.held_out), "evaluation.path"),
+        (bool(settings.reward.teachers), "[[reward.teachers]]"),
+    ):
+        if is_set:
+            raise ValueError(
+                f"expected no {words} with [episodes], which do not work together yet: leave one of them out"
+            )
+    if owners and not (settings.episodes.environment or settings.episodes.agent):
+        raise ValueError(
+            f"expected episodes.environment or episodes.agent with the scorer {owners[0]!r}, found tools alone, which give no reward: "
+            "change one of them"
         )
 
 
