@@ -11,10 +11,11 @@ from prometheus_client import Counter, Histogram
 from services.episodes.answers import AnswerParser
 from services.episodes.messages import Message
 from services.episodes.renderer import Renderer, Tools
-from services.episodes.tree import Drawn, Segment, Tree, Turn
+from services.episodes.tree import Segment, Tree, Turn
 from shared.bus.messages import Ended, FinishReason, Int32Array, Prompt, Sample, Sampling
 from shared.errors import PenstockError
 from shared.model.tokenizer import clock_of
+from shared.peers.turns import DrawnTurn
 
 TURN_SECONDS = Histogram(
     "penstock_episodes_turn_seconds",
@@ -54,12 +55,12 @@ class Answer:
     message: Message
     finish_reason: FinishReason
     prompt_tokens: int
-    drawn: Drawn
+    drawn: DrawnTurn
     stopped: str = ""
     """The stop text that the message was cut at."""
 
 
-Draw = Callable[[Int32Array, Sampling, int], Awaitable[Drawn]]
+Draw = Callable[[Int32Array, Sampling, int], Awaitable[DrawnTurn]]
 """Ids, sampling and the number of the turn to what the policy draws after them."""
 
 

@@ -17,18 +17,7 @@ import numpy as np
 
 from services.episodes.messages import Message
 from shared.bus.messages import FinishReason, Float32Array, Int32Array, no_ids
-
-
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Drawn:
-    """T sampled tokens: ids, logprobs (nats), (first token, version) rows, and supports as in :class:`Sample`."""
-
-    token_ids: Int32Array
-    logprobs: Float32Array
-    version_spans: Int32Array
-    finish_reason: FinishReason
-    support_sizes: Int32Array = dataclasses.field(default_factory=no_ids)
-    support_ids: Int32Array = dataclasses.field(default_factory=no_ids)
+from shared.peers.turns import DrawnTurn
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -37,7 +26,7 @@ class Segment:
 
     parent: "Segment | None"
     token_ids: Int32Array
-    drawn: Drawn | None = None
+    drawn: DrawnTurn | None = None
     children: list["Segment"] = dataclasses.field(default_factory=list)
 
     @property
@@ -125,7 +114,9 @@ class Tree:
             segment = rest
         return segment, common
 
-    def add(self, at: Segment, drawn: Drawn, after: Turn | None, before: Sequence[Message], answer: Message) -> Turn:
+    def add(
+        self, at: Segment, drawn: DrawnTurn, after: Turn | None, before: Sequence[Message], answer: Message
+    ) -> Turn:
         """Add an answer, whose tokens were drawn at the end of ``at``."""
         segment = Segment(at, drawn.token_ids, drawn)
         at.children.append(segment)
@@ -207,12 +198,12 @@ def _rows(root: Segment) -> Iterator[tuple[Segment, int]]:
         row += 1
 
 
-def _given(token_ids: Int32Array) -> Drawn:
+def _given(token_ids: Int32Array) -> DrawnTurn:
     none = np.zeros((0, 2), dtype=np.int32)
-    return Drawn(token_ids, np.zeros(len(token_ids), dtype=np.float32), none, FinishReason.STOP)
+    return DrawnTurn(token_ids, np.zeros(len(token_ids), dtype=np.float32), none, FinishReason.STOP)
 
 
-def _spans(parts: Sequence[tuple[int, Drawn]]) -> Int32Array:
+def _spans(parts: Sequence[tuple[int, DrawnTurn]]) -> Int32Array:
     """Return (first token, version) rows; given tokens have the version before them, at first the one after."""
     spans: list[tuple[int, int]] = []
     for start, part in parts:

@@ -52,6 +52,8 @@ class TurnListener:
             connections.add(task)
             try:
                 await self._serve(reader, writer)
+            except asyncio.CancelledError:
+                return  # asyncio reports handlers that were cancelled as errors
             except ENDS_PROCESS as error:
                 if not broken.done():
                     broken.set_exception(error)

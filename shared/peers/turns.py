@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shared.bus.encoding import wire
-from shared.bus.messages import FinishReason, Float32Array, Int32Array, PolicyVersion, Prompt
+from shared.bus.messages import FinishReason, Float32Array, Int32Array, PolicyVersion, Prompt, no_ids
 from shared.errors import MessageError, NotHere, PeerError, PermanentError
 from shared.peers.frames import Frame
 
@@ -63,8 +63,8 @@ class DrawnTurn:
     logprobs: Float32Array
     version_spans: Int32Array
     finish_reason: FinishReason
-    support_sizes: Int32Array
-    support_ids: Int32Array
+    support_sizes: Int32Array = dataclasses.field(default_factory=no_ids)
+    support_ids: Int32Array = dataclasses.field(default_factory=no_ids)
 
     def frame(self) -> Frame:
         return {

@@ -15,9 +15,9 @@ from services.episodes.answers import AnswerParser
 from services.episodes.episode import Answer, Episode, EpisodeOver, Limits
 from services.episodes.messages import Message, call
 from services.episodes.renderer import Renderer
-from services.episodes.tree import Drawn
 from shared.bus.encoding import wire
 from shared.bus.messages import Ended, FinishReason, Int32Array, RolloutGroup, Sampling
+from shared.peers.turns import DrawnTurn
 from shared.reasoning import KNOWN
 from tests.support import builders
 from tests.support.chat_tokenizers import STOP, family
@@ -43,10 +43,10 @@ class Policy:
         self.tokenizer, self.stop = family(name), family(name).convert_tokens_to_ids(STOP[name])
         self.thinks = name == "qwen3"
         self.lot = random.Random(seed)
-        self.draws: list[tuple[Int32Array, Drawn]] = []
+        self.draws: list[tuple[Int32Array, DrawnTurn]] = []
         self.other_tokens = 0
 
-    async def draw(self, ids: Int32Array, sampling: Sampling, number: int) -> Drawn:
+    async def draw(self, ids: Int32Array, sampling: Sampling, number: int) -> DrawnTurn:
         told = f"the result is {self.lot.randrange(1000)}"
         asks = f'<tool_call>\n{{"name": "add", "arguments": {{"a":  {self.lot.randrange(9)}}}}}\n</tool_call>'
         text = self.lot.choice([told, asks])
@@ -58,7 +58,7 @@ class Policy:
         token_ids = np.array([*drawn, *ends], dtype=np.int32)
         logprobs = np.array([-index / 100 - number for index in range(len(token_ids))], dtype=np.float32)
         version = number // 2
-        made = Drawn(token_ids, logprobs, np.array([[0, version]], dtype=np.int32), FinishReason.STOP)
+        made = DrawnTurn(token_ids, logprobs, np.array([[0, version]], dtype=np.int32), FinishReason.STOP)
         self.draws.append((ids, made))
         await asyncio.sleep(0)
         return made

@@ -6,7 +6,7 @@ import functools
 from importlib import resources
 from typing import Any
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 CONTROL = {
@@ -33,4 +33,24 @@ def family(name: str) -> Any:
     made.add_special_tokens({"additional_special_tokens": list(CONTROL[name])})
     templates = resources.files("trl") / "chat_templates"
     made.chat_template = (templates / f"{name}.jinja").read_text(encoding="utf-8")
+    return made
+
+
+CHARACTERS_TEMPLATE = (
+    "{%- if tools %}t:{{ tools | length }}<eos>{% endif %}"
+    "{%- for m in messages %}{{ m.role[0] }}:{{ m.content }}"
+    "{%- for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}<eos>{% endfor %}"
+    "{%- if add_generation_prompt %}a:{% endif %}"
+)
+
+
+@functools.cache
+def characters() -> Any:
+    """Return a tokenizer whose ids are character codes, as the scripted engine's, and 0 the end; with a template of its own."""
+    vocabulary = {"<eos>": 0, **{chr(code): code for code in range(1, 127)}}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(""), "isolated")
+    backend.decoder = decoders.Fuse()
+    made = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>")
+    made.chat_template = CHARACTERS_TEMPLATE
     return made
