@@ -26,6 +26,8 @@ from shared.model.rendering import chat_template
 from shared.model.tokenizer import Tokenizer
 
 Tools = Sequence[Mapping[str, Any]]
+_RECENT = 512
+"""Renderings that are kept: siblings, and a turn and the next one, share some."""
 _ANSWER, _BECAUSE = "0815", "4711"
 
 
@@ -46,6 +48,8 @@ class Renderer:
         self._plain, self._control = _without_control_tokens(tokenizer)
         self._nonce = f"xq{secrets.token_hex(8)}x"
         self._places = re.compile(f"{self._nonce}([0-9]+)x")
+        self._recent: dict[str, str] = {}
+        self._reads_clock = "strftime_now" in str(tokenizer.chat_template)
         self._end, self.writes_reasoning = self._end_of_answer()
         """What the template writes after an answer, such as ``<|im_end|>``; nothing where the next role's mark ends it."""
 
@@ -114,13 +118,17 @@ class Renderer:
         self, turns: Sequence[Any], tools: Tools, hidden: list[str], at_s: float | None, *, answers: bool = False
     ) -> str:
         given = {"tools": self._hide_value(list(tools), hidden)} if tools else {}
-        return chat_template.render(
-            self._tokenizer,
-            turns,
-            add_generation_prompt=answers,
-            arguments={**self._arguments, **given},
-            at_s=at_s,
-        )
+        arguments = {**self._arguments, **given}
+        key = json.dumps([turns, arguments, answers, at_s if self._reads_clock else None], default=str)
+        text = self._recent.pop(key, None)
+        if text is None:
+            text = chat_template.render(
+                self._tokenizer, turns, add_generation_prompt=answers, arguments=arguments, at_s=at_s
+            )
+        self._recent[key] = text
+        if len(self._recent) > _RECENT:
+            self._recent.pop(next(iter(self._recent)), None)
+        return text
 
     def _hide(self, messages: Sequence[Message], hidden: list[str]) -> list[dict[str, Any]]:
         return [

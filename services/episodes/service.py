@@ -28,13 +28,15 @@ from services.episodes.replicas import Replicas
 from shared.bus import streams
 from shared.bus.assembly import bare
 from shared.bus.messages import Ended, Int32Array, PolicyVersion, Prompt, RolloutGroup, Sampling
+from shared.bus.stores.run.functions import episode_functions, note_functions
 from shared.bus.worker import Worker
 from shared.errors import PermanentError, SettingsError, TemporaryError
+from shared.files.source import digest
 from shared.model.context import own_context, read_config
 from shared.model.tokenizer import Tokenizer, open_tokenizer
 from shared.peers.turns import DrawnTurn, TurnRequest
 from shared.process.service import Context, serve
-from shared.process.telemetry import HandlerFailures, tell
+from shared.process.telemetry import HandlerFailures, tell, tell_changed
 from shared.settings import Settings
 
 ENDED = Counter("penstock_episodes_ended_total", "Episodes by how they ended.", ["reason"])
@@ -140,9 +142,17 @@ async def run(settings: Settings, replica: str) -> None:
         hosts = Hosts(settings.episodes)
         around.push_async_callback(hosts.close)
         await hosts.open()
+        await _note_functions(context)
         replicas = Replicas(context.bus, context.secret)
         driver = ToolLoop(settings.episodes, hosts, settings.data.answer_field)
         await work(context, Episodes(settings, policy, replicas, driver, replica), replicas)
+
+
+async def _note_functions(context: Context) -> None:
+    """Report the user's source files that are others than those of earlier versions."""
+    named = episode_functions(context.settings)
+    digests = {name: await asyncio.to_thread(digest, reference) for name, reference in named.items()}
+    await tell_changed(context.bus, context.replica, await note_functions(context.bus, digests))
 
 
 async def _tell_branching(context: Context, renderer: Renderer) -> None:
