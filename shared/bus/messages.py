@@ -232,6 +232,10 @@ class Sample:
         return np.repeat(self.segments[:, 2] == 1, lengths)
 
     @property
+    def sampled_tokens(self) -> int:
+        return int(self.sampled.sum()) if len(self.segments) else len(self.token_ids)
+
+    @property
     def token_versions(self) -> Int32Array:
         """The version of each token (T)."""
         starts, versions = self.version_spans.T

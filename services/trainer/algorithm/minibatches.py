@@ -42,7 +42,7 @@ def lay_out(
 ) -> tuple[list[Minibatch], StepPlan]:
     """Return this rank's minibatches, drawn by ``run.seed`` and ``step``, and all ranks' plan.
 
-    The first ``contexts`` tokens of each sample are not trained. A replay's forward passes are no larger than in
+    The ``contexts`` oldest tokens of each sample are not trained. A replay's forward passes are no larger than in
     ``repeated``, and train the same tokens.
     """
     pairs, cap = settings.algorithm.loss == "dpo", settings.trainer.micro_batch_tokens
@@ -91,7 +91,7 @@ def _rows(
         group = experience.group
         own = contexts[first : first + len(group.samples)] or (0,) * len(group.samples)
         chosen: Sequence[int] = (best_and_worst(rewards_S) or ()) if pairs else range(len(group.samples))
-        chosen = [place for place in chosen if own[place] < len(group.samples[place].token_ids)]
+        chosen = [place for place in chosen if own[place] < group.samples[place].sampled_tokens]
         rows.append(
             PackedRow(
                 group.prompt_token_ids,

@@ -1,7 +1,7 @@
 """Pack the groups of a step into forward passes, in numpy.
 
-A :class:`PackedRow` is a group's prompt, then its completions, which see the prompt and themselves; logprobs equal
-those of separate sequences. A micro-batch concatenates rows without padding::
+A :class:`PackedRow` is a group's prompt, then its completions, which see the prompt and themselves, or trees (``trie``);
+logprobs equal those of separate sequences. A micro-batch concatenates rows without padding::
 
     tokens      12+34=  4 6  4 7  5    98-1=  7        each prompt, then each completion without its last token
     segments    0       1    2    3    4      5
@@ -19,6 +19,7 @@ Shapes: ``B`` 1, ``T`` tokens of the micro-batch, ``K`` segments, ``N`` trained 
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -26,10 +27,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from services.trainer.batch.segments import Int64Array, Segments, join
+from services.trainer.batch.staleness import trained_tokens
+from services.trainer.batch.trie import RowLayout, lay_out
 from shared.bus.messages import Float32Array, Int32Array, Sample
 from shared.model.flops import ModelSizes, forward_flops
-
-Int64Array = npt.NDArray[np.int64]
 
 TOKENS_ALONE = ModelSizes()
 _REPEATED = 0.02
@@ -38,11 +40,11 @@ _TRIED, _FEWER = (1.0, 1.04, 1.12), 0.9
 """Times the least number of micro-batches; at most this share of what first-fit-decreasing needs."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True)
 class PackedRow:
     """A prompt and some of its completions, with their places in the batch.
 
-    The first ``contexts`` tokens of each completion are not trained; empty: all are.
+    The ``contexts`` oldest tokens of each sample are not trained; empty: all that were sampled are.
     """
 
     prompt_token_ids: Int32Array
@@ -57,9 +59,29 @@ class PackedRow:
         """How often the prompt is computed."""
         return 1 if self.shares_prompt else max(1, len(self.samples))
 
-    @property
+    @functools.cached_property
+    def trained(self) -> list[npt.NDArray[np.bool_]]:
+        """Which tokens of each sample are trained."""
+        pairs = zip(self.samples, self.contexts or (0,) * len(self.samples), strict=True)
+        return [trained_tokens(sample, context) for sample, context in pairs]
+
+    @functools.cached_property
+    def layout(self) -> RowLayout:
+        """With the prompt once."""
+        return lay_out(self.prompt_token_ids, self.samples, self.trained)
+
+    @functools.cached_property
+    def _has_trees(self) -> bool:
+        return any(len(sample.segments) for sample in self.samples)
+
+    @functools.cached_property
     def tokens(self) -> int:
-        """Row length."""
+        """Row length; without shared prompts, with every path by itself."""
+        if self._has_trees and not self.shares_prompt:
+            segments = [row.layout.segments for row in self.unshared()]
+            return sum(len(of.places(path)) for of in segments for path in of.paths)
+        if self._has_trees:
+            return len(self.layout.input_ids_T)
         return self.prompts * len(self.prompt_token_ids) + sum(len(sample.token_ids) - 1 for sample in self.samples)
 
     @property
@@ -69,6 +91,12 @@ class PackedRow:
 
     def pairs_within(self, window: int) -> int:
         """Return :attr:`visible_pairs` with attention limited to ``window`` tokens."""
+        if self._has_trees:
+            segments = [row.layout.segments for row in self.unshared()]
+            starts = [start for of in segments for start in of.before.tolist()]
+            lengths = [length for of in segments for length in of.lengths_K.tolist()]
+            both = zip(starts, lengths, strict=True)
+            return sum(_causal_pairs(start + length, window) - _causal_pairs(start, window) for start, length in both)
         prompt = len(self.prompt_token_ids)
         ends = [prompt + len(sample.token_ids) - 1 for sample in self.samples]
         before = _causal_pairs(prompt, window)
@@ -82,7 +110,7 @@ class PackedRow:
 
     def flops(self, sizes: ModelSizes) -> float:
         """Operations of its forward pass."""
-        predicted = sum(len(sample.token_ids) for sample in self.samples) - sum(self.contexts)
+        predicted = sum(sample.sampled_tokens for sample in self.samples) - sum(self.contexts)
         windowed = [self.pairs_within(window) for window, _ in sizes.windows]
         return forward_flops(self.tokens, self.visible_pairs, predicted, sizes, windowed)
 
@@ -90,18 +118,6 @@ class PackedRow:
 def _causal_pairs(tokens: int, window: int) -> int:
     inside = min(tokens, window)
     return inside * (inside + 1) // 2 + (tokens - inside) * window
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Segments:
-    """Consecutive prompts and completions that cover the row."""
-
-    starts_K: Int64Array
-    lengths_K: Int64Array
-    prompt_starts_K: Int64Array
-    """Start of the prompt that a segment sees besides itself."""
-    prompt_lengths_K: Int64Array
-    """Its length; 0 for a prompt."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -142,6 +158,8 @@ class MicroBatch:
     """Trained tokens of each sample."""
     places_S: Int64Array
     """The place of each sample in the batch."""
+    trained_S: tuple[npt.NDArray[np.bool_], ...] = ()
+    """Which tokens of each sample are trained."""
     flops: float = 0.0
     support: Support | None = None
     """None: every token could be drawn."""
@@ -156,6 +174,8 @@ class MicroBatch:
 
 def split_row(row: PackedRow, max_tokens: int) -> list[PackedRow]:
     """Return pieces of at most ``max_tokens``, except for single longer completions."""
+    if row.tokens <= max_tokens:
+        return [row]
     pieces: list[PackedRow] = []
     start = 0
     for index in range(1, len(row.samples)):
@@ -269,28 +289,32 @@ def _fitting(row: PackedRow, room: int) -> int:
 def micro_batch(rows: Sequence[PackedRow], sizes: ModelSizes = TOKENS_ALONE) -> MicroBatch:
     """Concatenate rows; without rows, train nothing."""
     single = [unshared for row in rows for unshared in row.unshared()]
-    input_ids, positions, columns = _lay_out(single) if rows else (np.zeros(1, np.int64), np.zeros(1, np.int64), [])
+    segments = join([row.layout.segments for row in single])
+    input_ids = _join([row.layout.input_ids_T for row in single], np.int64)
+    starts = np.cumsum([0, *(len(row.layout.input_ids_T) for row in single)])
+    columns = [own + start for row, start in zip(single, starts, strict=False) for own in row.layout.columns_S]
     samples = [sample for row in rows for sample in row.samples]
-    contexts = [context for row in rows for context in row.contexts or (0,) * len(row.samples)]
-    lengths = [len(sample.token_ids) - context for sample, context in zip(samples, contexts, strict=True)]
+    trained_S = tuple(trained for row in rows for trained in row.trained)
+    lengths = [int(trained.sum()) for trained in trained_S]
     temperatures = np.array([row.temperature for row in rows for _ in row.samples], np.float32)
     return MicroBatch(
-        input_ids_BT=input_ids[None],
-        position_ids_BT=positions[None],
-        segments=_segments(single),
-        columns_N=_trained(columns, contexts, np.int64),
-        targets_N=_trained([sample.token_ids for sample in samples], contexts, np.int64),
-        behavior_logprobs_N=_trained([sample.behavior_logprobs for sample in samples], contexts, np.float32),
+        input_ids_BT=(input_ids if len(input_ids) else np.zeros(1, np.int64))[None],
+        position_ids_BT=segments.positions[None],
+        segments=segments,
+        columns_N=_join(columns, np.int64),
+        targets_N=_trained([sample.token_ids for sample in samples], trained_S, np.int64),
+        behavior_logprobs_N=_trained([sample.behavior_logprobs for sample in samples], trained_S, np.float32),
         temperatures_N=np.repeat(temperatures, lengths),
         lengths_S=np.array(lengths, dtype=np.int64),
         places_S=np.array([place for row in rows for place in row.places], dtype=np.int64),
+        trained_S=trained_S,
         flops=sum(row.flops(sizes) for row in rows),
-        support=_support(samples, contexts),
-        teacher=_teacher(samples, contexts),
+        support=_support(samples, trained_S),
+        teacher=_teacher(samples, trained_S),
     )
 
 
-def _support(samples: Sequence[Sample], contexts: Sequence[int]) -> Support | None:
+def _support(samples: Sequence[Sample], trained_S: Sequence[npt.NDArray[np.bool_]]) -> Support | None:
     """Return the supports of the samples' trained tokens, or None without restrictions."""
     if not any(len(sample.support_sizes) for sample in samples):
         return None
@@ -302,12 +326,11 @@ def _support(samples: Sequence[Sample], contexts: Sequence[int]) -> Support | No
     ids_NK = np.zeros((len(sizes_N), max(1, int(counts_N.max()))), dtype=np.int32)
     inside_NK = np.arange(ids_NK.shape[1]) < counts_N[:, None]
     ids_NK[inside_NK] = _join([sample.support_ids for sample in samples], np.int32)
-    parts = zip(samples, contexts, strict=True)
-    trained_N = _join([np.arange(len(sample.token_ids)) >= context for sample, context in parts], np.bool_)
+    trained_N = _join(trained_S, np.bool_)
     return Support(np.where(inside_NK, ids_NK, ids_NK[:, :1])[trained_N], sizes_N[trained_N])
 
 
-def _teacher(samples: Sequence[Sample], contexts: Sequence[int]) -> TeacherTokens | None:
+def _teacher(samples: Sequence[Sample], trained_S: Sequence[npt.NDArray[np.bool_]]) -> TeacherTokens | None:
     """Return the teacher's tokens at the samples' trained tokens; which samples must have them, ``add_teacher`` checks."""
     numbers = {sample.teacher_top_ids.shape[1] for sample in samples if sample.teacher_top_ids is not None}
     if len(numbers) != 1:
@@ -319,45 +342,13 @@ def _teacher(samples: Sequence[Sample], contexts: Sequence[int]) -> TeacherToken
         shape = (len(sample.token_ids), len(first_K))
         ids.append(np.broadcast_to(first_K, shape) if own_ids is None else own_ids)
         logprobs.append(np.zeros(shape, np.float32) if own is None else own)
-    return TeacherTokens(_trained(ids, contexts, np.int32), _trained(logprobs, contexts, np.float32))
+    return TeacherTokens(_trained(ids, trained_S, np.int32), _trained(logprobs, trained_S, np.float32))
 
 
-def _lay_out(rows: Sequence[PackedRow]) -> tuple[Int64Array, Int64Array, list[Int64Array]]:
-    input_ids: list[Int32Array] = []
-    positions: list[Int64Array] = []
-    columns: list[Int64Array] = []
-    start = 0
-    for row in rows:
-        prompt = len(row.prompt_token_ids)
-        input_ids.append(row.prompt_token_ids)
-        positions.append(np.arange(prompt))
-        last, start = start + prompt - 1, start + prompt
-        for sample in row.samples:
-            length = len(sample.token_ids) - 1
-            input_ids.append(sample.token_ids[:-1])
-            positions.append(np.arange(prompt, prompt + length))
-            columns.append(np.concatenate(([last], np.arange(start, start + length))))
-            start += length
-    return _join(input_ids, np.int64), _join(positions, np.int64), columns
-
-
-def _segments(rows: Sequence[PackedRow]) -> Segments:
-    segments: list[tuple[int, int, int, int]] = []
-    start = 0
-    for row in rows:
-        prompt_start, prompt = start, len(row.prompt_token_ids)
-        segments.append((start, prompt, prompt_start, 0))
-        start += prompt
-        for sample in row.samples:
-            length = len(sample.token_ids) - 1
-            if length:
-                segments.append((start, length, prompt_start, prompt))
-            start += length
-    return Segments(*np.array(segments or [(0, 1, 0, 0)], dtype=np.int64).T.copy())
-
-
-def _trained(parts: Sequence[npt.NDArray[Any]], contexts: Sequence[int], dtype: type[np.generic]) -> npt.NDArray[Any]:
-    return _join([part[context:] for part, context in zip(parts, contexts, strict=True)], dtype)
+def _trained(
+    parts: Sequence[npt.NDArray[Any]], trained_S: Sequence[npt.NDArray[np.bool_]], dtype: type[np.generic]
+) -> npt.NDArray[Any]:
+    return _join([part[trained] for part, trained in zip(parts, trained_S, strict=True)], dtype)
 
 
 def _join(parts: Sequence[npt.NDArray[Any]], dtype: type[np.generic]) -> npt.NDArray[Any]:

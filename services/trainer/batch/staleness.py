@@ -1,7 +1,8 @@
 """Lag and staleness of samples.
 
-A token's lag is the number of steps committed since its version's. Versions ascend within a sample, so the tokens over
-``max_lag`` are its first ones: its *context*, which conditions the other tokens and is not trained::
+A token's lag is the number of steps committed since its version's. The tokens over ``max_lag`` are a sample's oldest
+ones: its *context*, which conditions the other tokens and is not trained. Versions ascend within a completion, so they are
+its first ones; given tokens of a tree are never trained, and count in no context::
 
     token_ids          41  9  3 17  2        max_lag 2 at step 10
     version_spans      [[0, 7], [3, 8]]      lags 3 3 3 2 2: stale
@@ -12,6 +13,7 @@ from collections.abc import Mapping, Sequence, Set
 from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from shared.bus.messages import Float32Array, PolicyVersion, RolloutGroup, Sample
 
@@ -20,13 +22,21 @@ Steps = Mapping[PolicyVersion, int]
 """The committed step of each version; others count as the initial policy."""
 
 
+def trained_tokens(sample: Sample, context: int = 0) -> npt.NDArray[np.bool_]:
+    """Return which tokens are trained (T): those sampled, but the ``context`` oldest of them."""
+    trained = sample.sampled
+    if context and not len(sample.segments):
+        trained[:context] = False
+    elif context:
+        places = np.flatnonzero(trained)
+        trained[places[np.argsort(sample.token_versions[places], kind="stable")[:context]]] = False
+    return trained
+
+
 def lag_steps(sample: Sample, step: int, steps_of_versions: Steps, context: int = 0) -> int:
-    """Return the lag of a sample's oldest token after its first ``context`` ones."""
-    spans = sample.version_spans.tolist()
-    ends = [start for start, _ in spans[1:]] + [len(sample.token_ids)]
-    return max(
-        step - steps_of_versions.get(version, 0) for (_, version), end in zip(spans, ends, strict=True) if end > context
-    )
+    """Return the lag of a sample's oldest token that is trained."""
+    versions = set(sample.token_versions[trained_tokens(sample, context)].tolist())
+    return max(step - steps_of_versions.get(PolicyVersion(version), 0) for version in versions)
 
 
 def trained_lags(group: RolloutGroup, step: int, steps_of_versions: Steps, contexts: Sequence[int] = ()) -> list[int]:
@@ -35,16 +45,14 @@ def trained_lags(group: RolloutGroup, step: int, steps_of_versions: Steps, conte
     return [
         lag_steps(sample, step, steps_of_versions, context)
         for sample, context in pairs
-        if context < len(sample.token_ids)
+        if context < sample.sampled_tokens
     ]
 
 
 def token_lags(sample: Sample, lags: Mapping[PolicyVersion, int], context: int = 0) -> Float32Array:
-    """Return the lag of each token after the first ``context`` ones, given those of versions."""
-    starts_K, versions_K = sample.version_spans.T
-    lags_K = np.array([lags[PolicyVersion(version)] for version in versions_K.tolist()], dtype=np.float32)
-    tokens: Float32Array = np.repeat(lags_K, np.diff(np.append(starts_K, len(sample.token_ids))))[context:]
-    return tokens
+    """Return the lag of each trained token, given those of versions."""
+    versions, places = np.unique(sample.token_versions[trained_tokens(sample, context)], return_inverse=True)
+    return np.array([lags[PolicyVersion(version)] for version in versions.tolist()], dtype=np.float32)[places]
 
 
 def is_fenced(group: RolloutGroup, revoked: Set[PolicyVersion]) -> bool:
@@ -55,7 +63,7 @@ def is_fenced(group: RolloutGroup, revoked: Set[PolicyVersion]) -> bool:
 def find_contexts(
     group: RolloutGroup, step: int, steps_of_versions: Steps, max_lag: int, how: Granularity
 ) -> tuple[int, ...]:
-    """Return how many first tokens of each sample are context.
+    """Return how many of each sample's oldest tokens are context.
 
     ``mask``: those up to its last one over ``max_lag``; ``sample``: all tokens of a stale sample; ``group``: all tokens
     of a group with a stale sample.
@@ -64,7 +72,7 @@ def find_contexts(
     if how != "mask":
         whole = how == "group" and any(contexts)
         pairs = zip(group.samples, contexts, strict=True)
-        contexts = [len(sample.token_ids) if whole or context else 0 for sample, context in pairs]
+        contexts = [sample.sampled_tokens if whole or context else 0 for sample, context in pairs]
     return tuple(contexts)
 
 
@@ -72,7 +80,7 @@ def without_long(group: RolloutGroup, contexts: Sequence[int], most_tokens: int)
     """Return the contexts with all tokens of each sample that is, with its prompt, longer than ``most_tokens``."""
     long = are_long(group, most_tokens)
     pairs = zip(group.samples, contexts, long, strict=True)
-    return tuple(len(sample.token_ids) if is_long else context for sample, context, is_long in pairs)
+    return tuple(sample.sampled_tokens if is_long else context for sample, context, is_long in pairs)
 
 
 def are_long(group: RolloutGroup, most_tokens: int) -> list[bool]:
@@ -81,9 +89,9 @@ def are_long(group: RolloutGroup, most_tokens: int) -> list[bool]:
 
 
 def _context(sample: Sample, step: int, steps_of_versions: Steps, max_lag: int) -> int:
-    end = len(sample.token_ids)
-    for start, version in reversed(sample.version_spans.tolist()):
-        if step - steps_of_versions.get(version, 0) > max_lag:
-            return end
-        end = start
-    return 0
+    versions, ends = sample.version_spans[:, 1], np.append(sample.version_spans[1:, 0], len(sample.token_ids))
+    if len(sample.segments):
+        versions, counts = np.unique(sample.token_versions[sample.sampled], return_counts=True)
+        ends = counts.cumsum()
+    lags = [step - steps_of_versions.get(PolicyVersion(version), 0) for version in versions.tolist()]
+    return max((end for end, lag in zip(ends.tolist(), lags, strict=True) if lag > max_lag), default=0)

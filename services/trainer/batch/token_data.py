@@ -106,8 +106,8 @@ def add_teacher(inputs: Sequence[LossInputs], batch: Sequence[Experience], top_k
 
 
 def _of_trained_tokens(logprobs_M: Sequence[Float32Array], micro_batch: LossInputs) -> Tensor:
-    trained = zip(micro_batch.batch.places_S, micro_batch.batch.lengths_S, strict=True)
-    parts = [logprobs_M[place][-length:] for place, length in trained]
+    trained_S = zip(micro_batch.batch.places_S, micro_batch.batch.trained_S, strict=True)
+    parts = [logprobs_M[place][trained] for place, trained in trained_S]
     logprobs_N = np.concatenate([np.zeros(0, np.float32), *parts])
     return torch.from_numpy(logprobs_N).to(micro_batch.behavior_logprobs_N.device)
 

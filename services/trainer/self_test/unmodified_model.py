@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from services.trainer.batch.packing import Int64Array, PackedRow
+from services.trainer.batch.packing import PackedRow
+from services.trainer.batch.segments import Int64Array
 from services.trainer.model.layers import kernels
 from shared.model.causal_model import eager_attention
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.trainer.batch.packing import Segments, micro_batch
+from services.trainer.batch.packing import micro_batch
+from services.trainer.batch.segments import Segments
 from services.trainer.model.layers import attention, attention_layout, attention_math, variable_length
 from services.trainer.model.layers.attention import CannotPack, PackedLayout
 from services.trainer.model.layers.attention_layout import CAUSAL, Pattern
@@ -117,8 +118,8 @@ def test_each_pattern_and_extra_gives_the_outputs_and_gradients_of_separate_sequ
 
 def test_a_window_is_of_positions_across_prompt_and_completion() -> None:
     # a prompt of 4, completions of 2 and 1 (computed) tokens; a window of 3
-    segments = Segments(*(np.array(numbers) for numbers in ([0, 4, 6], [4, 2, 1], [0, 0, 0], [0, 4, 4])))
-    assert attention_layout.positions(segments, CPU).tolist() == [0, 1, 2, 3, 4, 5, 4]
+    segments = Segments(*(np.array(numbers) for numbers in ([0, 4, 6], [4, 2, 1], [-1, 0, 0])))
+    assert segments.positions.tolist() == [0, 1, 2, 3, 4, 5, 4]
     (rectangle,), _ = attention_layout.rectangles(segments, CPU, Pattern("window", 3))
     assert rectangle.mask_GQK is not None
     seen = {}
@@ -133,7 +134,7 @@ def test_a_window_is_of_positions_across_prompt_and_completion() -> None:
 def test_a_mask_is_never_as_large_as_the_square_of_its_row(pattern: Pattern) -> None:
     # a prompt of 20,000 tokens, eight completions of 1,000: 784 million pairs
     starts = [0, *(20_000 + 1_000 * i for i in range(8))]
-    segments = Segments(*(np.array(f) for f in (starts, [20_000] + [1_000] * 8, [0] * 9, [0] + [20_000] * 8)))
+    segments = Segments(*(np.array(f) for f in (starts, [20_000] + [1_000] * 8, [-1] + [0] * 8)))
     sizes = []
 
     class Sizes(attention_layout._Sees):
@@ -293,7 +294,7 @@ def test_kernels_that_are_asked_for_and_cannot_be_used_are_refused(head_size: in
 
 def test_keys_are_the_prompts_and_then_the_segments_own() -> None:
     # a prompt of 2, completions of 1 and 2 (computed) tokens, then a prompt of 1
-    segments = Segments(*(np.array(numbers) for numbers in ([0, 2, 3, 5], [2, 1, 2, 1], [0, 0, 0, 5], [0, 2, 2, 0])))
+    segments = Segments(*(np.array(numbers) for numbers in ([0, 2, 3, 5], [2, 1, 2, 1], [-1, 0, 0, -1])))
     plain = attention_layout.ragged(segments, CPU)
     assert plain.keys.places.tolist() == [0, 1, 0, 1, 2, 0, 1, 3, 4, 5]
     ends = plain.ends

@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.trainer.batch.packing import PackedRow, Segments, assign_pieces, micro_batch, part, split_row
+from services.trainer.batch.packing import PackedRow, assign_pieces, micro_batch, part, split_row
+from services.trainer.batch.segments import Segments
 from services.trainer.model.layers import mixers, spans
 from services.trainer.model.layers.attention import CannotPack
 from services.trainer.model.policy import Policy
@@ -191,7 +192,7 @@ def test_a_row_that_repeats_its_prompt_costs_what_its_sequences_cost() -> None:
     batch = micro_batch([repeated])
     assert batch.tokens == 36
     assert batch.segments.starts_K.tolist() == [0, 10, 12, 22, 32]
-    assert batch.segments.prompt_lengths_K.tolist() == [0, 10, 0, 0, 10]
+    assert batch.segments.before.tolist() == [0, 10, 0, 0, 10]
     assert batch.lengths_S.tolist() == [3, 1, 5]
 
 

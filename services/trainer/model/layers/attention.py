@@ -20,14 +20,14 @@ from typing import Any, Literal, NoReturn
 import torch
 from torch import Tensor, nn
 
-from services.trainer.batch.packing import MicroBatch, Segments
+from services.trainer.batch.packing import MicroBatch
+from services.trainer.batch.segments import Segments
 from services.trainer.model.layers import variable_length
 from services.trainer.model.layers.attention_layout import (
     CAUSAL,
     Pattern,
     Ragged,
     Rectangle,
-    positions,
     ragged,
     rectangles,
 )
@@ -82,8 +82,8 @@ class PackedLayout:
         self._rectangles: dict[tuple[Pattern, bool], tuple[list[Rectangle], Tensor]] = {}
         self._ragged: dict[bool, Ragged] = {}
         self.used = 0
-        self.longest = int((segments.prompt_lengths_K + segments.lengths_K).max())
-        self.positions_T = positions(segments, device)
+        self.longest = int((segments.before + segments.lengths_K).max())
+        self.positions_T = torch.from_numpy(segments.positions).to(device)
 
     def attend(
         self,

@@ -1,6 +1,6 @@
 """Which tokens of a packed row attend to which: blocks of queries with keys, and rectangles of similar blocks.
 
-A segment attends to its prompt and, causally, to itself; a :class:`Pattern` restricts this by distance in the sequence.
+A segment attends to its ancestors and, causally, to itself; a :class:`Pattern` restricts this by distance in the sequence.
 Blocks are split by reachable keys, so masks and scores are not quadratic in the row.
 
 Shapes: ``G`` blocks of a rectangle, ``T`` tokens of the row, ``K`` segments or keys, ``Q`` queries.
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from services.trainer.batch.packing import Int64Array, Segments
+from services.trainer.batch.segments import Int64Array, Segments
 from services.trainer.model.layers.gather import Copies, copies
 from services.trainer.model.layers.variable_length import Ends
 
@@ -77,28 +77,19 @@ class Rectangle:
 @dataclasses.dataclass(frozen=True, slots=True)
 class Ragged:
     keys: Copies
-    """Per segment, the prompt's keys, then its own."""
+    """Per segment, its ancestors' keys, then its own."""
     ends: Ends
 
 
 def keys_of(segments: Segments, k: int) -> Int64Array:
-    prompt, start = segments.prompt_starts_K[k], segments.starts_K[k]
-    return np.concatenate(
-        (np.arange(prompt, prompt + segments.prompt_lengths_K[k]), np.arange(start, start + segments.lengths_K[k]))
-    )
-
-
-def positions(segments: Segments, device: torch.device) -> Tensor:
-    """Each token's position in its sequence (T)."""
-    offsets_T = np.repeat(segments.prompt_lengths_K - segments.starts_K, segments.lengths_K)
-    return torch.from_numpy(np.arange(len(offsets_T)) + offsets_T).to(device)
+    return segments.places(segments.path(k))
 
 
 def ragged(segments: Segments, device: torch.device, *, first_keys: int = 0) -> Ragged:
     """Return all segments as one ragged batch, with ``first_keys`` shared extra keys at the array's start."""
     extra = np.arange(first_keys)
     keys = [np.concatenate((extra, keys_of(segments, k) + first_keys)) for k in range(len(segments.starts_K))]
-    lengths_K = segments.prompt_lengths_K + segments.lengths_K + first_keys
+    lengths_K = segments.before + segments.lengths_K + first_keys
     ends = [np.concatenate(([0], np.cumsum(lengths))).astype(np.int32) for lengths in (segments.lengths_K, lengths_K)]
     query_ends, key_ends = (torch.from_numpy(end).to(device) for end in ends)
     places = copies(np.concatenate(keys), first_keys + int(segments.lengths_K.sum()), device)
@@ -131,15 +122,16 @@ def rectangles(
 
 
 def coarse(segments: Segments) -> Segments:
-    ids_K = segments.prompt_starts_K
-    tokens_K = np.bincount(ids_K, weights=segments.lengths_K)[ids_K].astype(np.int64)
+    """Return the segments with each short tree as one."""
+    roots_K = segments.roots
+    tokens_K = (segments.ends - segments.starts_K)[roots_K]
     short_K = tokens_K <= SHORT_ROW_TOKENS
-    keep_K = ~short_K | (segments.starts_K == ids_K)
+    keep_K = ~short_K | (segments.parents_K < 0)
+    numbers_K = np.cumsum(keep_K) - 1
     return Segments(
         segments.starts_K[keep_K],
         np.where(short_K, tokens_K, segments.lengths_K)[keep_K],
-        ids_K[keep_K],
-        np.where(short_K, 0, segments.prompt_lengths_K)[keep_K],
+        np.where(segments.parents_K < 0, -1, numbers_K[segments.parents_K])[keep_K],
     )
 
 
@@ -192,28 +184,21 @@ def _height(keys: int, pattern: Pattern) -> int:
 
 class _Sees:
     def __init__(self, segments: Segments, pattern: Pattern, device: torch.device, *, masked: bool) -> None:
-        ends_K = segments.prompt_starts_K + segments.prompt_lengths_K
-        per_token = [
-            np.repeat(offsets, segments.lengths_K) for offsets in (segments.starts_K, segments.prompt_starts_K, ends_K)
-        ]
+        per_token = (np.repeat(segments.starts_K, segments.lengths_K), segments.until, segments.positions)
         self.device = device
         self._pattern = pattern
         self._masked = masked
-        self._start_T, self._prompt_T, self._prompt_end_T = (
-            torch.from_numpy(offsets).to(device) for offsets in per_token
-        )
-        self._position_T = positions(segments, device)
+        self._start_T, self._until_T, self._position_T = (torch.from_numpy(each).to(device) for each in per_token)
 
     def mask(self, queries_GQ: Tensor, keys_GK: Tensor) -> Tensor | None:
         """None for plain causal attention; −1 is padding, which as a query sees all."""
         query, key = queries_GQ[:, :, None], keys_GK[:, None, :]
         place = queries_GQ.clamp(min=0)
-        start, prompt, end = (t[place][..., None] for t in (self._start_T, self._prompt_T, self._prompt_end_T))
+        start = self._start_T[place][..., None]
         plain = queries_GQ.shape == keys_GK.shape and bool(((start == keys_GK[:, :1, None]) | (query < 0)).all())
         if plain and not self._masked:
             return None
-        own = (key >= start) & (key <= query)
-        seen = own | ((key >= prompt) & (key < end))
+        seen = (key >= 0) & (key <= query) & (query < self._until_T[keys_GK.clamp(min=0)][:, None, :])
         if self._pattern.kind != "causal":
             positions_GK = self._position_T[keys_GK.clamp(min=0)]
             seen = seen & self._pattern.sees(self._position_T[place][..., None], positions_GK[:, None, :])

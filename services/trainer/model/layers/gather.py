@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from services.trainer.batch.packing import Int64Array
+from services.trainer.batch.segments import Int64Array
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from services.trainer.batch.packing import Segments
+from services.trainer.batch.segments import Segments
 from services.trainer.model.layers import spans
 from services.trainer.model.layers.gather import gather_rows
 

@@ -7,6 +7,8 @@ A :class:`SequencePlan` lists the calls, one :class:`SequenceSpan` each, and whe
     whole      [PPPPbbb, PPPPaa., QQcccc.]                    similar sequences together, right-padded (.)
     forked     PPP → its state → [Pbbb, Paa.]; QQcccc         most of a long prompt once; completions continue
 
+The sequences of a tree are its paths; of a token in several of them, one output remains, as all are equal.
+
 Right padding changes no earlier output of a causal module.
 
 Shapes: ``T`` tokens of the row, ``G`` sequences of a span, ``W`` tokens of the longest of them.
@@ -21,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from services.trainer.batch.packing import Int64Array, Segments
+from services.trainer.batch.segments import Int64Array, Segments
 from services.trainer.model.layers.gather import gather_rows
 
 FORK_TOKENS = 128
@@ -55,31 +57,32 @@ class SequencePlan:
 
 def alone(segments: Segments, device: torch.device) -> SequencePlan:
     builder = _Builder(segments)
-    for sequence in _sequences(segments):
-        builder.add([_places(segments, sequence)])
+    for path in segments.paths:
+        builder.add([segments.places(path)])
     return builder.plan(device)
 
 
 def whole(segments: Segments, device: torch.device) -> SequencePlan:
     """Similar sequences, prompts included, together."""
     builder = _Builder(segments)
-    builder.add_similar([_places(segments, sequence) for sequence in _sequences(segments)])
+    builder.add_similar([segments.places(path) for path in segments.paths])
     return builder.plan(device)
 
 
 def forked(segments: Segments, device: torch.device) -> SequencePlan:
     """Prompts of at least ``FORK_TOKENS`` with several completions are computed once."""
     builder, completions, prompts = _Builder(segments), list[Int64Array](), list[int]()
-    families = _families(segments)
-    long = [family for family in families if len(family) > 2 and segments.lengths_K[family[0]] >= FORK_TOKENS]
-    for number, (prompt, *members) in enumerate(long):
-        tokens = segments.lengths_K[prompt] // CHUNK_TOKENS * CHUNK_TOKENS
-        builder.add([_places(segments, [prompt])[:tokens]], keeps_state=True)
-        completions += [_places(segments, [prompt, member])[tokens:] for member in members]
-        prompts += [number] * len(members)
+    families: dict[int, list[list[int]]] = {}
+    for path in segments.paths:
+        families.setdefault(path[0], []).append(path)
+    long = {root for root, paths in families.items() if len(paths) > 1 and segments.lengths_K[root] >= FORK_TOKENS}
+    for number, root in enumerate(sorted(long)):
+        tokens = segments.lengths_K[root] // CHUNK_TOKENS * CHUNK_TOKENS
+        builder.add([segments.places([root])[:tokens]], keeps_state=True)
+        completions += [segments.places(path)[tokens:] for path in families[root]]
+        prompts += [number] * len(families[root])
     builder.add_similar(completions, prompts)
-    short = [family for family in families if family not in long]
-    builder.add_similar([_places(segments, sequence) for family in short for sequence in _split(family)])
+    builder.add_similar([segments.places(path) for path in segments.paths if path[0] not in long])
     return builder.plan(device)
 
 
@@ -111,27 +114,6 @@ def scatter(outputs: Sequence[Any], plan: SequencePlan) -> Any:
     parts = [output.flatten(0, 1) for output in outputs]
     joined = torch.cat(parts) if len(parts) > 1 else parts[0]
     return joined.index_select(0, plan.places_T)[None]
-
-
-def _families(segments: Segments) -> list[list[int]]:
-    families: dict[int, list[int]] = {}
-    for k, prompt_start in enumerate(segments.prompt_starts_K.tolist()):
-        families.setdefault(prompt_start, []).append(k)
-    return list(families.values())
-
-
-def _split(family: Sequence[int]) -> list[list[int]]:
-    prompt, *completions = family
-    return [[prompt, completion] for completion in completions] or [[prompt]]
-
-
-def _sequences(segments: Segments) -> list[list[int]]:
-    return [sequence for family in _families(segments) for sequence in _split(family)]
-
-
-def _places(segments: Segments, members: Sequence[int]) -> Int64Array:
-    starts, lengths = segments.starts_K[list(members)], segments.lengths_K[list(members)]
-    return np.concatenate([np.arange(start, start + length) for start, length in zip(starts, lengths, strict=True)])
 
 
 class _Builder:

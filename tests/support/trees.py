@@ -1,0 +1,98 @@
+"""Random groups of trees, and their branches one by one."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from services.trainer.batch.packing import PackedRow
+from shared.bus.messages import FinishReason, Int32Array, Sample
+
+
+def tree(
+    generator: np.random.Generator, vocabulary: int, opening: Int32Array, *, own_prompt: bool, segments: int = 9
+) -> Sample:
+    """Return a random tree that begins with ``opening``, given; at least one segment is sampled."""
+    rows, parts = [(0, -1, 0)], [opening]
+    path, place = [0], len(opening)
+    while len(rows) < segments or not any(row[2] for row in rows):
+        kept = int(generator.integers(0 if not own_prompt else 1, len(path) + 1))
+        path = path[: max(kept, len(path) - 3)]
+        parent = path[-1] if path else -1
+        length = int(generator.integers(1, 12))
+        rows.append((place, parent, int(generator.random() < 0.6)))
+        parts.append(generator.integers(3, vocabulary, length).astype(np.int32))
+        path.append(len(rows) - 1)
+        place += length
+    ids = np.concatenate(parts)
+    return Sample(
+        ids, np.zeros(len(ids), np.float32), np.zeros((1, 2), np.int32), FinishReason.STOP, "",
+        segments=np.array(rows, np.int32),
+    )  # fmt: skip
+
+
+def group(
+    seed: int, vocabulary: int, prompt: int = 5, samples: int = 3, opening: int = 7, segments: int = 9
+) -> PackedRow:
+    """Return trees whose openings begin alike, and a plain completion if there is a prompt."""
+    generator = np.random.default_rng(seed)
+    common = generator.integers(3, vocabulary, opening).astype(np.int32)
+    made = []
+    for _ in range(samples):
+        own = generator.integers(3, vocabulary, int(generator.integers(0, 4))).astype(np.int32)
+        begun = np.concatenate((common[: int(generator.integers(1, opening + 1))], own))
+        made.append(tree(generator, vocabulary, begun, own_prompt=not prompt, segments=segments))
+    if prompt:
+        ids = generator.integers(3, vocabulary, 6).astype(np.int32)
+        made.insert(1, Sample(ids, np.zeros(6, np.float32), np.zeros((1, 2), np.int32), FinishReason.STOP, ""))
+    ids = generator.integers(3, vocabulary, prompt).astype(np.int32)
+    return PackedRow(ids, tuple(made), tuple(range(len(made))), 0.5)
+
+
+def branches(row: PackedRow) -> Iterator[tuple[int, Int32Array, list[int]]]:
+    """Yield (sample, ids of the prompt and of a branch, their places in the sample; −1 in the prompt) of every branch."""
+    for number, sample in enumerate(row.samples):
+        rows = sample.segments.tolist() or [[0, -1, 1]]
+        ends = [*(start for start, _, _ in rows[1:]), len(sample.token_ids)]
+        parents = {parent for _, parent, _ in rows}
+        for leaf in range(len(rows)):
+            if leaf in parents:
+                continue
+            path, k = list[int](), leaf
+            while k >= 0:
+                path, k = [*range(rows[k][0], ends[k]), *path], rows[k][1]
+            places = [-1] * len(row.prompt_token_ids) + path
+            yield number, np.concatenate((row.prompt_token_ids, sample.token_ids[path])), places
+
+
+def branch_logprobs(model: Any, of: list[PackedRow]) -> Tensor:
+    """Return the logprobs of all sampled tokens in sample order, each from its first branch, one forward pass a branch."""
+    collected: list[Tensor] = []
+    for row in of:
+        own: dict[tuple[int, int], Tensor] = {}
+        for number, ids, places in branches(row):
+            whole = torch.from_numpy(ids.astype(np.int64))[None]
+            logits = model(input_ids=whole, use_cache=False).logits[0, :-1] / row.temperature
+            logprobs = logits.log_softmax(-1).gather(-1, whole[0, 1:, None])[:, 0]
+            sampled = row.samples[number].sampled
+            for place, logprob in zip(places[1:], logprobs, strict=True):
+                if place >= 0 and sampled[place]:
+                    own.setdefault((number, place), logprob)
+        collected += [own[key] for key in sorted(own)]
+    return torch.stack(collected)
+
+
+def trie_tokens(row: PackedRow) -> int:
+    """Count the distinct prefixes that a trained token needs: of given tokens by their ids, of sampled ones by their place."""
+    needed = {tuple(row.prompt_token_ids[: n + 1].tolist()) for n in range(len(row.prompt_token_ids))}
+    for number, ids, places in branches(row):
+        sampled, prefix, prefixes = row.samples[number].sampled, tuple[Any, ...](), list[tuple[Any, ...]]()
+        for token, place in zip(ids.tolist(), places, strict=True):
+            shared = place < 0 or (not sampled[place] and not any(type(each) is tuple for each in prefix))
+            prefix = (*prefix, token if shared else (number, place))
+            prefixes.append(prefix)
+        last = max((n for n, place in enumerate(places) if place >= 0 and sampled[place]), default=0)
+        needed.update(prefixes[:last])
+    return len(needed)
