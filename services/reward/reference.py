@@ -7,7 +7,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from services.reward.models.batcher import Batcher, NoRoom
-from services.reward.models.reading import Reading, check, join
+from services.reward.models.reading import Reading, check, join, require_one_branch
 from services.reward.models.turns import Turns
 from services.reward.scorers.reward_model import require_libraries
 from shared.bus.messages import RolloutGroup
@@ -61,12 +61,13 @@ class Reference:
 
         Raises:
             TemporaryError: no memory for them now, or the model gave none.
-            PermanentError: the model does not know a token.
+            PermanentError: the model does not know a token, or an episode has several branches.
         """
         from services.reward.models.frozen_policy import TokenSequence
 
         assert self._batcher is not None
         assert self._policy is not None
+        require_one_branch(self.name, group)
         largest = max(int(group.prompt_token_ids.max()), *(int(sample.token_ids.max()) for sample in group.samples))
         if largest >= self._policy.vocabulary:
             raise PermanentError(

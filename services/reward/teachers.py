@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from services.reward.endpoint import Endpoint, NoAnswer, Refused
-from services.reward.models.reading import Reading, check, join
+from services.reward.models.reading import Reading, check, join, require_one_branch
 from services.reward.models.turns import Turns
 from services.reward.reference import Reference
 from shared.bus.messages import RolloutGroup
@@ -92,6 +92,7 @@ class EndpointTeacher:
         Raises:
             TemporaryError: the endpoint cannot work now.
         """
+        require_one_branch(self.name, group)
         prompt = group.prompt_token_ids.tolist()
         try:
             await self._compare()

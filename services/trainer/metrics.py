@@ -132,7 +132,7 @@ def batch_figures(
         end = first + len(group.samples)
         lags.update(trained_lags(group, step, steps_of_versions, contexts[first:end]))
         first = end
-    lengths = [len(sample.token_ids) for sample in samples]
+    lengths = [sample.sampled_tokens for sample in samples]
     whole = [context for context, length in zip(contexts, lengths, strict=True) if context == length]
     long = sum(sum(are_long(experience.group, most_tokens)) for experience in batch)
     metrics = {
@@ -177,7 +177,7 @@ def _of_mixture(
         {**figures.metrics, "demonstrations": float(len(shown))},
         figures.lag_counts,
         figures.samples + len(samples),
-        figures.tokens + sum(len(sample.token_ids) for sample in samples),
+        figures.tokens + sum(sample.sampled_tokens for sample in samples),
     )
 
 

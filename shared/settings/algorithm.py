@@ -110,6 +110,11 @@ class AlgorithmSettings(Section):
     the sample itself out, maxrl divides by the mean of rewards that are at least 0), over the batch (reinforce_pp), by
     a critic (gae), or by your own function of a group's rewards, `package.module:function`. none: rewards are not
     learned from, only distillation."""
+    credit: Literal["episode", "turns"] = Field(default="episode")
+    """What an advantage is of: the whole `episode`, or each of its `turns`, by the rewards from it on, less the mean of
+    those of the group's other episodes from the same turn on (with advantage = "rloo", which does so for one turn)."""
+    discount: float = Field(default=1.0, gt=0.0, le=1.0)
+    """With credit = "turns": what a reward counts one turn before."""
     distillation: NonNegativeFloat = Field(default=0.0)
     """Weight of the teacher: this times (log teacher − log policy) is added to the advantage of each token; 0: no
     teacher."""
@@ -388,6 +393,7 @@ class AlgorithmSettings(Section):
         for name in CriticSettings.model_fields:
             yield f"critic.{name}", self.needs_critic, 'another algorithm.advantage than "gae"'
         yield "critic.clip", several, "one update a step (algorithm.minibatches), in which no value has changed yet"
+        yield "discount", self.credit == "turns", 'algorithm.credit = "episode"'
         yield "wait_s", self.on_stale == "wait", 'another algorithm.on_stale than "wait"'
         yield "overlong", self.advantage != "none", 'algorithm.advantage = "none", which reads no rewards'
         yield "overlong.1", self.overlong[0] > 0, "a share of 0 in algorithm.overlong"
@@ -406,6 +412,11 @@ class AlgorithmSettings(Section):
             return (
                 f'expected another algorithm.on_stale than "mask" with {because}, which compares whole samples, masked '
                 'tokens included: set algorithm.on_stale = "wait", "requeue" or "drop"'
+            )
+        if self.credit == "turns" and (self.advantage != "rloo" or self.loss == "dpo"):
+            return (
+                'expected algorithm.advantage = "rloo" with algorithm.credit = "turns", whose baseline is the mean of the other '
+                f'episodes, found "{self.advantage}" with loss = "{self.loss}": change one of them'
             )
         if self.groups_per_step % self.minibatches:
             return (

@@ -209,7 +209,8 @@ def rollout_line(entry: str, step: int, experience: Experience, version: int | N
             "text": sample.text,
             "reward": float(reward),
             "scores": {name: value for score in scores.scores for name, value in _shown(score).items()},
-            "tokens": len(sample.token_ids),
+            "tokens": sample.sampled_tokens,
+            **({"ended": sample.ended.value} if sample.ended else {}),
             "finish_reason": sample.finish_reason.value,
             "versions": [int(version) for version in sorted(sample.versions)],
         }

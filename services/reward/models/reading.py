@@ -5,9 +5,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from shared.bus.branches import is_branched
 from shared.bus.encoding.sample_checks import no_distribution
 from shared.bus.messages import Float32Array, Int32Array, RolloutGroup
-from shared.errors import TemporaryError
+from shared.errors import PermanentError, TemporaryError
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -27,6 +28,15 @@ def join(readings: Sequence[Reading]) -> Reading:
     if not ids:
         return Reading(logprobs_N)
     return Reading(logprobs_N, np.concatenate(ids), np.concatenate(logprobs))
+
+
+def require_one_branch(of: str, group: RolloutGroup) -> None:
+    """Raises PermanentError for what is no sequence after the group's prompt."""
+    if not len(group.prompt_token_ids) or any(is_branched(sample) for sample in group.samples):
+        raise PermanentError(
+            f"{of} reads one sequence after the group's prompt, found an episode of several branches or with a prompt of its own "
+            f'({group.prompt.problem}): set algorithm.reference = "trainer", or train without a teacher'
+        )
 
 
 def check(reading: Reading, of: str, group: RolloutGroup, top_k: int = 0) -> Reading:

@@ -95,7 +95,7 @@ def shaped_rewards(experience: Experience, algorithm: AlgorithmSettings) -> Floa
     max_tokens, samples = experience.group.prompt.sampling.max_new_tokens, experience.group.samples
     rewards_S, (share, penalty) = experience.rewards, algorithm.overlong
     if share:
-        lengths_S = np.array([len(sample.token_ids) for sample in samples], dtype=np.int64)
+        lengths_S = np.array([sample.sampled_tokens for sample in samples], dtype=np.int64)
         penalty_S = overlong_penalty(lengths_S, max_tokens, int(share * max_tokens))
         rewards_S = rewards_S + np.float32(penalty) * penalty_S
     if has_signal(rewards_S) and all(np.array_equal(sample.token_ids, samples[0].token_ids) for sample in samples):

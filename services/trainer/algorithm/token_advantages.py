@@ -22,11 +22,12 @@ from services.trainer.algorithm.advantages import (
     normalise,
     token_rewards,
 )
+from services.trainer.algorithm.credit import token_credit
 from services.trainer.algorithm.diagnostics import moments
 from services.trainer.algorithm.loss.aggregation import sequence_sums
 from services.trainer.algorithm.loss.kl import MAX_LOG_RATIO, estimate
 from services.trainer.batch.token_data import LossInputs
-from shared.bus.messages import Float32Array
+from shared.bus.messages import Experience, Float32Array
 from shared.settings.algorithm import AlgorithmSettings
 
 
@@ -36,17 +37,19 @@ def assign(
     algorithm: AlgorithmSettings,
     kl_coefficient: float,
     demonstrated: Collection[int] = (),
+    batch: Sequence[Experience] = (),
 ) -> None:
     """Set every token's advantage (and return, with a critic) in this rank's ``inputs``; collective.
 
     ``rewards`` are the whole batch's, by group, of which ``demonstrated`` have none; ``kl_coefficient`` is the cost per nat.
+    Only turns' credit reads ``batch``.
     """
     cost = kl_coefficient if algorithm.kl.where == "reward" else 0.0
     if algorithm.advantage == "none":
         for micro_batch in inputs:
             micro_batch.advantages_N = torch.zeros_like(micro_batch.behavior_logprobs_N)
     elif algorithm.advantage in GROUP_ADVANTAGES or ":" in algorithm.advantage:
-        _by_group(inputs, rewards, algorithm, cost, demonstrated)
+        _by_group(inputs, rewards, algorithm, cost, demonstrated, batch)
     else:
         _by_token(inputs, rewards, algorithm, cost)
     if algorithm.distillation and not algorithm.distillation_top_k:
@@ -86,6 +89,7 @@ def _by_group(
     algorithm: AlgorithmSettings,
     cost: float,
     demonstrated: Collection[int],
+    batch: Sequence[Experience],
 ) -> None:
     own = algorithm.advantage if ":" in algorithm.advantage else ""
     kind: GroupAdvantage = algorithm.advantage  # type: ignore[assignment]  # the caller looked
@@ -93,6 +97,9 @@ def _by_group(
         sizes = np.cumsum([len(group) for group in rewards])
         penalties_M = (cost * _kl_of_samples(inputs, int(sizes[-1]), algorithm)).astype(np.float32)
         rewards = [r - p for r, p in zip(rewards, np.split(penalties_M, sizes[:-1]), strict=True)]
+    if algorithm.credit == "turns":
+        _by_turn(inputs, rewards, algorithm.discount, demonstrated, batch)
+        return
     advantages_M = np.concatenate(
         [
             np.zeros_like(group)
@@ -105,6 +112,28 @@ def _by_group(
     )
     for micro_batch in inputs:
         advantages_N = np.repeat(advantages_M[micro_batch.batch.places_S], micro_batch.batch.lengths_S)
+        micro_batch.advantages_N = torch.from_numpy(advantages_N).to(micro_batch.behavior_logprobs_N.device)
+
+
+def _by_turn(
+    inputs: Sequence[LossInputs],
+    rewards: Sequence[Float32Array],
+    discount: float,
+    demonstrated: Collection[int],
+    batch: Sequence[Experience],
+) -> None:
+    advantages_M: list[Float32Array] = []
+    for place, (experience, rewards_S) in enumerate(zip(batch, rewards, strict=True)):
+        samples = experience.group.samples
+        if place in demonstrated:
+            advantages_M += [np.zeros(len(sample.token_ids), np.float32) for sample in samples]
+        else:
+            advantages_M += token_credit(samples, rewards_S, discount)
+    for micro_batch in inputs:
+        trained_S = zip(micro_batch.batch.places_S, micro_batch.batch.trained_S, strict=True)
+        advantages_N = np.concatenate(
+            [np.zeros(0, np.float32), *(advantages_M[p][trained] for p, trained in trained_S)]
+        )
         micro_batch.advantages_N = torch.from_numpy(advantages_N).to(micro_batch.behavior_logprobs_N.device)
 
 

@@ -81,7 +81,7 @@ class Learner:
             step: its number.
             peak: learning rate; default: the settings'.
             repeated: a replayed step's plan; :attr:`plan` differs if it does not fit any more.
-            contexts: how many first tokens of each sample only condition the others; empty: none.
+            contexts: how many of each sample's oldest tokens only condition the others; empty: none.
 
         Raises:
             NotFinite: on every rank alike.
@@ -91,7 +91,7 @@ class Learner:
         minibatches, plan = lay_out(batch, rewards, lags, step, self._settings, self._policy, count, repeated, contexts)
         inputs = [micro_batch for minibatch in minibatches for micro_batch in minibatch.inputs]
         self._evaluate(inputs, batch)
-        assign(inputs, rewards, self._algorithm, self.kl_coefficient, _demonstrated(batch))
+        assign(inputs, rewards, self._algorithm, self.kl_coefficient, _demonstrated(batch), batch)
 
         rate = self._rate(step, self._settings.trainer.learning_rate if peak is None else peak)
         misfits = repeated.misfits if repeated is not None and repeated.layout == plan.layout else ()
@@ -249,7 +249,7 @@ class Learner:
         (minibatch,), _ = lay_out(batch, rewards, _NO_LAGS, 0, self._settings, self._policy, contexts=contexts)
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             self._evaluate(minibatch.inputs, batch)
-            assign(minibatch.inputs, rewards, self._algorithm, self.kl_coefficient, _demonstrated(batch))
+            assign(minibatch.inputs, rewards, self._algorithm, self.kl_coefficient, _demonstrated(batch), batch)
             update = _Update(self._passes(0), StepSums(device), Tally(device))
             with self._policy.gradients_discarded():
                 self._backward(minibatch, update)

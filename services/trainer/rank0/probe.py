@@ -23,6 +23,7 @@ from services.trainer.batch.packing import MicroBatch, PackedRow, micro_batch
 from services.trainer.model.engine import TrainingEngine
 from services.trainer.model.layers.logits import forward_replaced
 from services.trainer.self_test.self_test import windows
+from shared.bus.branches import longest_branch
 from shared.bus.messages import Experience, FinishReason, Float32Array, Int32Array, Probe, Sample, no_logprobs
 from shared.settings import Settings
 
@@ -95,8 +96,8 @@ class Prober:
 
 
 def _longest(experience: Experience) -> Int32Array:
-    sample = max(experience.group.samples, key=lambda sample: len(sample.token_ids))
-    return np.concatenate([experience.group.prompt_token_ids, sample.token_ids])
+    texts = [sample.token_ids[longest_branch(sample)] for sample in experience.group.samples]
+    return np.concatenate([experience.group.prompt_token_ids, max(texts, key=len)])
 
 
 def longest_tokens(config: Any, context_tokens: int = 0) -> int:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from shared.bus.assembly import part_of_group
+from shared.bus.branches import is_branched, longest_branch
 from shared.bus.encoding import wire
 from shared.bus.messages import Ended, Experience, Prompt, RolloutGroup, Sample
 from shared.errors import MessageError
@@ -64,6 +65,15 @@ def test_only_sampled_tokens_have_versions() -> None:
     assert tree.sampled.tolist() == [False] * 3 + [True] * 2 + [False] * 2 + [True] * 3
     assert sorted(tree.versions) == [6, 7, 9]
     assert (int(tree.oldest_version), int(tree.newest_version)) == (6, 9)
+
+
+def test_the_longest_branch_and_whether_there_are_several() -> None:
+    tree, plain = builders.tree(), builders.sample()
+    line = dataclasses.replace(tree, segments=tree.segments[:4])
+    assert longest_branch(tree).tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
+    assert longest_branch(plain).tolist() == [0, 1, 2]
+    assert longest_branch(spoiled(segments=[[0, -1, 0], [1, 0, 1], [2, 0, 1]])).tolist() == [0, *range(2, 10)]
+    assert [is_branched(sample) for sample in (tree, line, plain)] == [True, False, False]
 
 
 def test_samples_with_prompts_of_their_own_make_a_group_without_a_prompt() -> None:

@@ -1,0 +1,80 @@
+"""Steps on trees: given tokens condition, and have no part in the loss or its denominators."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from services.trainer.batch.staleness import find_contexts, token_lags, trained_tokens
+from shared.bus.encoding import wire
+from shared.bus.messages import Experience, PolicyVersion, StepPlan
+from tests.support import builders
+from tests.support.tolerance import FORWARD, GRADIENT
+from tests.trainer.algorithm.test_masked_tokens import FLAT
+from tests.trainer.algorithm.test_update import Rank, batch, settings, timeless
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+
+def as_trees(groups: list[Experience], kept: int) -> list[Experience]:
+    """Return the groups with all but the first ``kept`` tokens of each prompt as given tokens of every sample."""
+    made = []
+    for experience in groups:
+        prompt, samples = experience.group.prompt_token_ids, []
+        given = prompt[kept:]
+        for sample in experience.group.samples:
+            spans = sample.version_spans + np.array([[len(given), 0]], np.int32)
+            segments = np.array([[0, -1, 0], [len(given), 0, 1]], np.int32)
+            samples.append(
+                dataclasses.replace(
+                    sample,
+                    token_ids=np.concatenate((given, sample.token_ids)),
+                    behavior_logprobs=np.concatenate((np.zeros(len(given), np.float32), sample.behavior_logprobs)),
+                    version_spans=np.concatenate((np.array([[0, spans[0, 1]]], np.int32), spans)),
+                    segments=segments,
+                )
+            )
+        group = dataclasses.replace(experience.group, prompt_token_ids=prompt[:kept], samples=tuple(samples))
+        made.append(wire.decode(wire.encode(dataclasses.replace(experience, group=group)), Experience))
+    return made
+
+
+@pytest.mark.parametrize(
+    "preset", ["grpo", "dr_grpo", "rloo", "gspo", "cispo", "reinforce_pp", "ppo", "tis", "a3po", "dpo"]
+)
+@pytest.mark.parametrize("kept", [0, 2])
+def test_a_step_on_given_and_sampled_tokens_is_that_on_prompts_and_completions(preset: str, kept: int) -> None:
+    contexts = () if preset == "dpo" else FLAT
+    plain, trees = Rank(settings(preset=preset)), Rank(settings(preset=preset))
+    measured, other = plain.learn(batch(), contexts=contexts), trees.learn(as_trees(batch(), kept), contexts=contexts)
+    for name in ("loss", "grad_norm", "entropy_mean", "kl_mean"):
+        if name in measured:
+            assert other[name] == pytest.approx(measured[name], abs=FORWARD, rel=10 * GRADIENT), name
+
+
+def test_trees_in_more_forward_passes_and_in_replays_train_the_same_tokens() -> None:
+    groups = as_trees(batch(), 2)
+    whole, cut = Rank(settings(preset="grpo")), Rank(settings(micro_batch_tokens=18, preset="grpo"))
+    in_one_pass, other = whole.learn(groups, contexts=FLAT), cut.learn(groups, contexts=FLAT)
+    assert in_one_pass["loss"] == pytest.approx(other["loss"], abs=FORWARD)
+    assert in_one_pass["grad_norm"] == pytest.approx(other["grad_norm"], rel=10 * GRADIENT)
+    assert cut.learner.plan is not None
+    plan = wire.decode(wire.encode(cut.learner.plan), StepPlan)
+    replayed = Rank(settings(micro_batch_tokens=18, preset="grpo"))
+    assert timeless(replayed.learn(groups, plan=plan)) == timeless(other)
+    assert all(torch.equal(tensor, cut.weights()[name]) for name, tensor in replayed.weights().items())
+
+
+def test_the_stale_tokens_of_a_tree_are_its_oldest_sampled_ones_wherever_they_are() -> None:
+    # sampled: places 3 4 of version 7, 7 of version 9, 8 9 of version 6; given tokens' versions are not read
+    spans = np.array([[0, 1], [3, 7], [5, 1], [7, 9], [8, 6]], np.int32)
+    tree = dataclasses.replace(builders.tree(), version_spans=spans)
+    group = dataclasses.replace(builders.group(0), samples=(tree, builders.sample(version=9)))
+    steps = {PolicyVersion(version): version for version in (1, 6, 7, 9)}
+    assert [find_contexts(group, 10, steps, lag, "mask") for lag in (4, 3, 2, 0)] == [(0, 0), (2, 0), (4, 0), (5, 3)]
+    assert np.flatnonzero(trained_tokens(tree, 2)).tolist() == [3, 4, 7]
+    assert np.flatnonzero(trained_tokens(tree, 4)).tolist() == [7]
+    assert find_contexts(group, 10, steps, 3, "sample") == (5, 0)
+    lags = {version: 10 - step for version, step in steps.items()}
+    assert token_lags(tree, lags, 2).tolist() == [3, 3, 1]
