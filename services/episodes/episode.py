@@ -106,6 +106,10 @@ class Episode:
             words = f"the episode has had its {self._limits.deadline_s:g} s (episodes.deadline_s)"
             raise self._over(Ended.DEADLINE, words) from error
 
+    async def count(self, messages: Sequence[Message], tools: Tools = ()) -> int:
+        """Return how many tokens messages are. Raises PermanentError: they cannot be rendered."""
+        return len(await asyncio.to_thread(self._renderer.whole, messages, tools, clock_of(self.prompt)))
+
     async def _answer(
         self, messages: Sequence[Message], tools: Tools, max_tokens: int | None, stop: Sequence[str]
     ) -> Answer:

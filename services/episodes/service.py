@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import secrets
 import time
+from collections.abc import AsyncIterator
 from typing import Protocol
 
 import numpy as np
@@ -144,8 +145,27 @@ async def run(settings: Settings, replica: str) -> None:
         await hosts.open()
         await _note_functions(context)
         replicas = Replicas(context.bus, context.secret)
-        driver = ToolLoop(settings.episodes, hosts, settings.data.answer_field)
-        await work(context, Episodes(settings, policy, replicas, driver, replica), replicas)
+        async with _driver(context, hosts, policy.context_tokens) as driver:
+            await work(context, Episodes(settings, policy, replicas, driver, replica), replicas)
+
+
+@contextlib.asynccontextmanager
+async def _driver(context: Context, hosts: Hosts, tokens: int) -> AsyncIterator[Driver]:
+    """Yield what plays episodes; with an agent, the endpoint is open during the body."""
+    settings, answer_field = context.settings, context.settings.data.answer_field
+    if not settings.episodes.agent:
+        yield ToolLoop(settings.episodes, hosts, answer_field)
+        return
+    from services.episodes.drivers.agent import AgentPlayer
+    from services.episodes.http.gateway import Gateway
+
+    gateway = Gateway(settings.episodes.listen, context.secret, settings.policy.model, tokens)
+    async with asyncio.TaskGroup() as tasks:
+        serving = tasks.create_task(gateway.run())
+        try:
+            yield AgentPlayer(settings.episodes, hosts, gateway, answer_field)
+        finally:
+            serving.cancel()
 
 
 async def _note_functions(context: Context) -> None:

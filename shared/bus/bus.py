@@ -325,11 +325,18 @@ class Bus(Commands):
         alone = zip(deliveries, split(part), strict=True)
         return sum([await self.hand_over(delivery, output, sample) for delivery, sample in alone])
 
+    async def drop_part(self, delivery: Delivery[Any], output: Stream) -> bool:
+        """Drop a sample of a group, which is published if it was the last; False if too few would be left."""
+        return await self._handed_over([delivery], output, b"") >= 0
+
     async def _hand_over(self, deliveries: Sequence[Delivery[Any]], output: Stream, payload: bytes) -> bool:
+        return bool(await self._handed_over(deliveries, output, payload))
+
+    async def _handed_over(self, deliveries: Sequence[Delivery[Any]], output: Stream, payload: bytes) -> int:
         given = _input(deliveries[0])
         del given["part"], given["entry_id"]
         entries = [word for delivery in deliveries for word in (delivery.part, delivery.entry_id)]
-        return bool(await self.script("hand_over", **given, output=output, payload=payload, entries=entries))
+        return int(await self.script("hand_over", **given, output=output, payload=payload, entries=entries))
 
     async def drop(self, delivery: Delivery[Any], reason: str, detail: str = "") -> bool:
         """Drop a group, counted as ``dropped:<reason>``."""

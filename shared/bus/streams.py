@@ -12,7 +12,7 @@
     stream         writers → reader                           an entry leaves when
     prompts        coordinator, trainer → rollout             its sample joins its group; the last one publishes the
                                                               RolloutGroup, in the same transaction
-    episodes       as prompts → episodes                      the same, of prompts with an environment
+    episodes       as prompts → episodes                      the same, of prompts with an environment; or the sample is dropped
     rollouts       rollout → reward                           its Experience is published, in the same transaction
     experience     reward → trainer; of demonstrations:       its step is committed: moved to the journal; or its group is
                    coordinator → trainer                      dropped, or requeued
@@ -52,6 +52,8 @@ class Stream:
     group: str | None = None
     max_entries: int | None = None
     """Approximate length at which the oldest entries are trimmed; None for data streams."""
+    drops: bool = False
+    """Whether a sample that failed at its last attempt is dropped, if half of its group and two are left."""
 
     @property
     def dead(self) -> "Stream":
@@ -60,7 +62,7 @@ class Stream:
 
 
 PROMPTS = Stream("prompts", group="rollout")
-EPISODES = Stream("episodes", group="episodes")
+EPISODES = Stream("episodes", group="episodes", drops=True)
 ROLLOUTS = Stream("rollouts", group="reward")
 EXPERIENCE = Stream("experience", group="trainer")
 EVAL_PROMPTS = Stream("eval_prompts", group="rollout")

@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 
+from services.episodes.drivers.agent import AgentPlayer
 from services.episodes.drivers.hosts import Hosts
 from services.episodes.drivers.loop import ToolLoop
+from services.episodes.http.gateway import Gateway
 from services.episodes.replicas import Replicas
 from services.episodes.service import Episodes, Policy, work
 from services.rollout.engines.prompts import CharacterCodec
@@ -93,7 +95,11 @@ class Player:
         await context.secret.refresh()
         known = Replicas(self.bus, context.secret)
         policy = Policy.of(self.settings, characters())
-        driver = ToolLoop(self.settings.episodes, self.hosts, "answer")
+        driver: Any = ToolLoop(self.settings.episodes, self.hosts, "answer")
+        if self.settings.episodes.agent:
+            gateway = Gateway("127.0.0.1:0", context.secret, "policy", policy.context_tokens)
+            self.tasks.append(asyncio.create_task(gateway.run()))
+            driver = AgentPlayer(self.settings.episodes, self.hosts, gateway, "answer")
         made = Episodes(self.settings, policy, known, driver, "episodes-0")
         self.tasks.append(asyncio.create_task(work(context, made, known)))
         self.contexts.append(context)
@@ -250,6 +256,28 @@ async def test_a_turn_is_drawn_elsewhere_when_its_replica_dies(playing: Any) -> 
     pauses.set()
     (group,) = await player.groups(1)
     assert {sample.environment_reward for sample in group.samples} == {1.0}
+
+
+@pytest.mark.parametrize("name", ["openai_agent", "responses_agent", "anthropic_agent"])
+async def test_an_agent_with_an_unmodified_sdk_trains_on_the_tokens_that_were_drawn(playing: Any, name: str) -> None:
+    player = await playing(environment="", agent=f"tests.support.guessing:{name}")
+    await player.admit(5)
+    (group,) = await player.groups(1)
+    for sample in group.samples:
+        assert (sample.environment_reward, sample.ended) == (1.0, Ended.AGENT)
+        assert sample.segments[:, 1].tolist() == list(range(-1, len(sample.segments) - 1)), "its turns are one path"
+        assert len(sample.segments) >= 6
+
+
+async def test_the_endpoint_refuses_what_it_cannot_do_and_draws_a_retry_once(playing: Any) -> None:
+    def script(prompt: str, version: PolicyVersion, lot: random.Random) -> tuple[str, float]:
+        return f"{lot.randrange(10**9):09}", 0.5
+
+    player = await playing(script, environment="", agent="tests.support.guessing:hostile_agent")
+    await player.admit(5)
+    (group,) = await player.groups(1)
+    assert [sample.environment_reward for sample in group.samples] == [1.0, 1.0]
+    assert {int(sample.segments[:, 2].sum()) for sample in group.samples} == {3}
 
 
 async def test_code_that_cannot_be_used_is_refused_with_its_reason() -> None:
