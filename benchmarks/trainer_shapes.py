@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from services.trainer.batch.packing import Int64Array, MicroBatch, PackedRow
+from services.trainer.batch.packing import MicroBatch, PackedRow
+from services.trainer.batch.segments import Int64Array
 from services.trainer.model.engine import built_in_parts
 from services.trainer.model.layers import kernels
 from services.trainer.model.layers.logits import TokenLogprobs, token_logprobs
