@@ -19,7 +19,7 @@ class ToolCall:
 
     @property
     def values(self) -> Any:
-        """The arguments as a JSON value; the text itself if it is none."""
+        """The arguments as a JSON value; the text itself if it is not JSON."""
         try:
             return parse(self.arguments)
         except ValueError:
@@ -27,7 +27,7 @@ class ToolCall:
 
 
 def parse(text: str) -> Any:
-    """Return a JSON value. Raises ValueError: it is none, or nested too deeply."""
+    """Return a JSON value. Raises ValueError: it is not JSON, or nested too deeply."""
     try:
         return json.loads(text, parse_constant=_refuse)
     except RecursionError as error:

@@ -172,7 +172,7 @@ def _common(left: Int32Array, right: Int32Array) -> int:
 
 
 def _cut(segment: Segment, at: int) -> Segment:
-    """Cut a given segment; return the new one with its first tokens. Whoever holds ``segment`` keeps its end."""
+    """Cut a given segment; return the new one with its first tokens. Holders of ``segment`` keep its end."""
     parent = segment.parent
     assert parent is not None
     assert segment.drawn is None

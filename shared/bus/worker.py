@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 ENTRIES = Counter(
     "penstock_bus_entries_total",
     "Entries of a stream by what this process did with them: handed_over, late (another replica was first), retried, "
-    "buried, dropped (a sample without which its group goes on), "
+    "buried, dropped (a sample without which its group continues), "
     "given_back, reclaimed (taken over from a silent replica).",
     ["stream", "outcome"],
 )
@@ -103,7 +103,7 @@ class WorkCounts:
     retried: int = 0
     buried: int = 0
     dropped: int = 0
-    """Samples without which their groups go on."""
+    """Samples without which their groups continue."""
     given_back: int = 0
     reclaimed: int = 0
     last_error: str = ""

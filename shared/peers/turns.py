@@ -78,7 +78,7 @@ class DrawnTurn:
 
 
 def read_drawn(frame: Frame) -> DrawnTurn:
-    """Raises NotHere, PermanentError, or PeerError: it is no answer."""
+    """Raises NotHere, PermanentError, or PeerError: it has no turn."""
     if "not_here" in frame:
         raise NotHere(_of(frame, "not_here", str))
     if "refused" in frame:

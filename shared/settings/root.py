@@ -454,29 +454,14 @@ def _check_mixture(settings: Settings) -> None:
 
 
 def _check_episodes(settings: Settings) -> None:
-    owners = [scorer.name for scorer in settings.reward.scorers if scorer.kind == "environment"]
-    if not settings.episodes.is_on:
-        if owners:
-            raise ValueError(
-                f"expected [episodes] with the scorer {owners[0]!r}, whose values are their environments': set "
-                "episodes.environment or episodes.agent, or leave the scorer out"
-            )
-        return
-    for is_set, words in (
-        (settings.run.deterministic == "run", 'run.deterministic = "run"'),
-        (settings.is_supervised, "demonstrations or preference pairs as data.path"),
-        (bool(settings.evaluation.held_out), "evaluation.path"),
-        (bool(settings.reward.teachers), "[[reward.teachers]]"),
-    ):
-        if is_set:
-            raise ValueError(
-                f"expected no {words} with [episodes], which do not work together yet: leave one of them out"
-            )
-    if owners and not (settings.episodes.environment or settings.episodes.agent):
-        raise ValueError(
-            f"expected episodes.environment or episodes.agent with the scorer {owners[0]!r}, found tools alone, which give no reward: "
-            "change one of them"
-        )
+    beside = {
+        'run.deterministic = "run"': settings.run.deterministic == "run",
+        "demonstrations or preference pairs as data.path": settings.is_supervised,
+        "evaluation.path": bool(settings.evaluation.held_out),
+        "[[reward.teachers]]": bool(settings.reward.teachers),
+    }
+    rewarded = [scorer.name for scorer in settings.reward.scorers if scorer.kind == "environment"]
+    settings.episodes.check_beside([name for name, is_set in beside.items() if is_set], rewarded)
 
 
 def check_reproducible(settings: Settings, engine: str) -> None:
