@@ -61,6 +61,7 @@ class AnswerParser:
         except ValueError:
             return None
         arguments = value.get("arguments", value.get("parameters", {}))
-        if not isinstance(value.get("name"), str) or not isinstance(arguments, (dict, str)):
-            return None
-        return call(value["name"], arguments, f"call_{next(self._numbers)}")
+        made = call(str(value.get("name")), arguments, f"call_{next(self._numbers)}")
+        if not isinstance(value.get("name"), str) or not isinstance(made.values, dict):
+            return None  # chat templates read objects only
+        return made

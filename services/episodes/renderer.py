@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from services.episodes.messages import Message
+from services.episodes.messages import Message, writable
 from shared.bus.messages import Int32Array
 from shared.errors import PermanentError, SettingsError
 from shared.model.rendering import chat_template
@@ -138,6 +138,7 @@ class Renderer:
     def _hide_value(self, value: Any, hidden: list[str]) -> Any:
         """Return a value whose texts with control tokens are places in ``hidden``."""
         if isinstance(value, str):
+            value = writable(value)
             if not self._control.search(value):
                 return value
             if value not in hidden:

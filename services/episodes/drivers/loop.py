@@ -1,6 +1,7 @@
 """Play an episode: the policy's answers and what its tools return, until it calls none."""
 
 import dataclasses
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,8 +11,10 @@ from services.episodes.drivers.hosts import Host, HostLost, Hosts
 from services.episodes.episode import Episode, EpisodeOver
 from services.episodes.messages import Message, ToolCall
 from shared.bus.messages import Ended, FinishReason, Prompt
-from shared.errors import TemporaryError
+from shared.errors import PermanentError, TemporaryError
 from shared.settings.episodes import EpisodesSettings
+
+log = logging.getLogger(__name__)
 
 TOOL_CALLS = Counter("penstock_episodes_tool_calls_total", "Calls of tools: answered, or unavailable.", ["status"])
 for _status in ("answered", "unavailable"):
@@ -41,6 +44,13 @@ class ToolLoop:
                 await self._converse(episode, host, slot, opening(prompt, text))
             except EpisodeOver as over:
                 episode.ended = over.ended
+            except (
+                PermanentError
+            ) as error:  # by what was said in it: the template, or the engine, refuses the next turn
+                if not episode.turns:
+                    raise
+                log.warning("episode ended early", extra={"group": prompt.group_id, "reason": str(error)})
+                episode.ended = Ended.STOP
             if not self._settings.environment:
                 return None
             reward: float | None = (await host.ask(slot, "reward", self._settings.tool_s, "tool_s"))["value"]
