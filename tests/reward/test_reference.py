@@ -11,12 +11,13 @@ import torch
 
 from services.reward.models import frozen_policy
 from services.reward.models.frozen_policy import FrozenPolicy, TokenSequence
+from services.reward.models.reading import require_one_branch
 from services.reward.service import make_scoring
 from services.trainer.batch.packing import PackedRow, micro_batch
 from services.trainer.model.policy import Policy, load_reference
 from shared.bus.encoding import wire
 from shared.bus.messages import Experience, Prompt, Purpose, RolloutGroup
-from shared.errors import SettingsError, TemporaryError
+from shared.errors import PermanentError, SettingsError, TemporaryError
 from shared.process.telemetry import Status
 from shared.settings import Settings, load
 from tests.support import builders, tiny
@@ -145,3 +146,11 @@ def test_a_reference_that_costs_nothing_in_the_trainer_is_not_held_in_the_reward
     file.write_text('[algorithm]\nreference = "reward"\nkl = { coefficient = 0.1 }\n[policy.lora]\nrank = 4\n')
     with pytest.raises(SettingsError, match=r'expected algorithm.reference = "trainer" with policy\.lora'):
         load(file, environment={})
+
+
+def test_an_episode_of_several_branches_is_refused_with_what_to_change() -> None:
+    tree = builders.tree()
+    line = dataclasses.replace(tree, segments=tree.segments[:4])
+    require_one_branch("reference", dataclasses.replace(builders.group(0), samples=(line, builders.sample())))
+    with pytest.raises(PermanentError, match=r'several branches.*algorithm\.reference = "trainer"'):
+        require_one_branch("reference", dataclasses.replace(builders.group(0), samples=(tree, line)))

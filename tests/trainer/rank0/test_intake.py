@@ -850,3 +850,18 @@ async def test_a_mixed_run_takes_demonstrations_without_a_teacher_or_a_reference
     async with filling(intake):
         assert ids(await intake.next_batch(0, wait_s=PATIENCE_S)) == [1, 2, 3]
     assert await bus.counts() == {"dead:experience": 1}
+
+
+@pytest.mark.parametrize(("preset", "kept"), [("grpo", 2), ("ppo", 1)])
+async def test_episodes_with_prompts_of_their_own_are_taken_and_a_critic_takes_one_branch_only(
+    bus: Bus, preset: str, kept: int
+) -> None:
+    tree = builders.tree()
+    for group_id, segments in enumerate((tree.segments, tree.segments[:4])):
+        sample = dataclasses.replace(tree, segments=segments, turn_rewards=np.zeros(0, np.float32))
+        made = of_lengths(group_id, 2, 2, rewards=(1.0, 0.0))
+        group = dataclasses.replace(made.group, prompt_token_ids=np.zeros(0, np.int32), samples=(sample, sample))
+        await send(bus, dataclasses.replace(made, group=group))
+    intake = Intake(bus, Live(bus, limited(64, preset=preset)), {V(0): 0})
+    async with filling(intake):
+        await until(lambda: intake.left["buried"] == 2 - kept and len(intake._held) == kept)
