@@ -25,7 +25,9 @@ from shared.bus import streams
 from shared.bus.bus import Bus
 from shared.bus.messages import Ended, PolicyVersion, Prompt, RolloutGroup
 from shared.bus.stores.policy.ledger import Ledger
-from shared.errors import SettingsError
+from shared.errors import PeerError, SettingsError
+from shared.peers import frames
+from shared.peers.handshake import introduce
 from shared.process.telemetry import Presence, Status
 from shared.settings import Settings
 from shared.weights.receiver.puller import Puller
@@ -280,6 +282,35 @@ async def test_the_endpoint_refuses_what_it_cannot_do_and_draws_a_retry_once(pla
     (group,) = await player.groups(1)
     assert [sample.environment_reward for sample in group.samples] == [1.0, 1.0]
     assert {int(sample.segments[:, 2].sum()) for sample in group.samples} == {3}
+
+
+async def test_strangers_at_a_replicas_port_for_turns_neither_draw_nor_end_it(playing: Any) -> None:
+    player = await playing()
+    await until(lambda: player.contexts[0].status.turns)
+    host, _, port = player.contexts[0].status.turns.rpartition(":")
+
+    async def knock(content: bytes, secret: bytes = b"") -> bytes:
+        reader, writer = await asyncio.open_connection(host, int(port))
+        try:
+            if secret:
+                await introduce(reader, writer, secret)
+            writer.write(content)
+            await writer.drain()
+            return await asyncio.wait_for(reader.read(), PATIENCE_S)
+        except (PeerError, ConnectionError):
+            return b""
+        finally:
+            writer.close()
+
+    secret = player.contexts[0].secret()
+    assert await knock(frames.pack({"token_ids": b"1234"}), b"another run's") == b""
+    for content in (b"\xff" * 100, frames.pack({"challenge": b"x" * 32, "proof": b"y" * 32})):
+        assert b"token_ids" not in await knock(content)
+    for frame in ({}, {"prompt": b"x", "token_ids": b"123", "number": 0, "salt": 0}, {"prompt": 1, "number": "x"}):
+        assert await knock(frames.pack(frame), secret) == b"", "what is no turn closes the connection"
+    await player.admit(5)
+    (group,) = await player.groups(1)
+    assert {sample.environment_reward for sample in group.samples} == {1.0}
 
 
 async def test_code_that_cannot_be_used_is_refused_with_its_reason() -> None:
