@@ -19,7 +19,7 @@ from penstock.shared.bus.messages import FinishReason, Prompt, Purpose, RolloutG
 from penstock.shared.bus.stores.experience import rehearsal
 from penstock.shared.bus.streams import EVAL_ROLLOUTS, ROLLOUTS
 from penstock.shared.errors import PermanentError, SettingsError, TemporaryError
-from penstock.shared.settings.rewards.scorers import JudgeScorer, PythonScorer, TrlScorer
+from penstock.shared.settings.rewards.scorers import EnvironmentScorer, JudgeScorer, PythonScorer, TrlScorer
 from penstock.shared.settings.rewards.scorers import Scorer as ScorerSettings
 
 log = logging.getLogger(__name__)
@@ -60,10 +60,10 @@ async def rows(bus: Bus, stop: asyncio.Event, within_s: float = _ROWS_WITHIN_S) 
 async def rehearse(
     scorers: Sequence[tuple[ScorerSettings, Scorer]], prompts: Sequence[Prompt], failures: Failures
 ) -> dict[str, list[Trial]]:
-    """Try every scorer except judges, record their failures and return the trials by scorer. Raises SettingsError: a
+    """Try every scorer except judges and environments' rewards, record their failures and return the trials by scorer. Raises SettingsError: a
     scorer failed on everything, by its own fault.
     """
-    asked = [(of, scorer) for of, scorer in scorers if not isinstance(of, JudgeScorer)]
+    asked = [(of, scorer) for of, scorer in scorers if not isinstance(of, (JudgeScorer, EnvironmentScorer))]
     trials = await asyncio.gather(*(_try(of, scorer, prompts, failures) for of, scorer in asked))
     for (_, scorer), tried in zip(asked, trials, strict=True):
         failed = [trial for trial in tried if trial.failure]

@@ -27,6 +27,7 @@ from penstock.services.reward.reference import Reference
 from penstock.services.reward.rehearsal import rows
 from penstock.services.reward.scorers.answer.scorer import AnswerMatcher
 from penstock.services.reward.scorers.code.scorer import CodeTester
+from penstock.services.reward.scorers.environment import EnvironmentReward
 from penstock.services.reward.scorers.format.scorer import FormatChecker
 from penstock.services.reward.scorers.function.function_call import ENTRY_POINTS
 from penstock.services.reward.scorers.function.scorer import FunctionScorer
@@ -56,6 +57,7 @@ from penstock.shared.settings.rewards.models import ModelScorer
 from penstock.shared.settings.rewards.scorers import (
     AnswerScorer,
     CodeScorer,
+    EnvironmentScorer,
     FormatScorer,
     JudgeScorer,
     PythonScorer,
@@ -84,6 +86,8 @@ def make_scorer(
             return TrlFunctions(scorer, settings.data.answer_field, settings.run.steps)
         case JudgeScorer():
             return Judge(scorer)
+        case EnvironmentScorer():
+            return EnvironmentReward(scorer.name)
         case RandomScorer():
             return Lot(scorer.name, settings.run.seed)
         case CodeScorer():

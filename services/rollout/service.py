@@ -26,6 +26,7 @@ from prometheus_client import Counter, Gauge, Histogram
 from penstock.services.rollout.engines.engine import Engine, GeneratedGroup, GenerationRequest, with_texts
 from penstock.services.rollout.engines.prompts import Codec
 from penstock.services.rollout.engines.stop_texts import StopTexts
+from penstock.services.rollout.episode_turns import TurnListener
 from penstock.services.rollout.eval_priority import Precedence
 from penstock.services.rollout.follower import Follower
 from penstock.services.rollout.plausibility import Plausibility
@@ -263,6 +264,7 @@ class Rollout:
         precedence = Precedence(settings.rollout.max_groups * settings.sampling.group_size)
         generation = Generation(engine, codec, self._follower, precedence, replica, settings.run.seed, plausibility)
         self._rate = generation.rate
+        self._listener = TurnListener(context, engine, codec, precedence) if settings.episodes.is_on else None
         self._answering = Answering(bus, replica, generation.handle, self._cordon)
         self._training, self._evaluating = asyncio.Event(), asyncio.Event()
         self._regulate()
@@ -278,10 +280,11 @@ class Rollout:
                 regulating = around.create_task(self._keep_regulating())
                 taking_turns = around.create_task(self._turns.run(self, cast(Suspendable, self._engine)))
                 answering = around.create_task(self._answering.run())
+                drawing = [] if self._listener is None else [around.create_task(self._listener.run())]
                 async with asyncio.TaskGroup() as working:
                     for worker in self._workers:
                         working.create_task(worker.run(stop))
-                for task in (following, reporting, releasing, regulating, taking_turns, answering):
+                for task in (following, reporting, releasing, regulating, taking_turns, answering, *drawing):
                     task.cancel()
         finally:
             self._status.state = "stopping"

@@ -18,12 +18,23 @@ from penstock.shared.process.parent import FOR_PYTHON
 from penstock.shared.process.service import own_host
 from penstock.shared.settings import ENVIRONMENT_PREFIX, Settings
 
-STOP_ORDER = (("rollout",), ("reward",), ("executor", "trainer"), ("coordinator", "tracking"), ("valkey", "prometheus"))
+STOP_ORDER = (
+    ("episodes",),
+    ("rollout",),
+    ("reward",),
+    ("executor", "trainer"),
+    ("coordinator", "tracking"),
+    ("valkey", "prometheus"),
+)
 """Upstream first, to hand over work; the bus last, because services return entries to it."""
-STOP_ORDER_ENDED = (("rollout", "reward", "trainer"), ("executor", "coordinator", "tracking"), ("valkey", "prometheus"))
+STOP_ORDER_ENDED = (
+    ("episodes", "rollout", "reward", "trainer"),
+    ("executor", "coordinator", "tracking"),
+    ("valkey", "prometheus"),
+)
 """After the end there is no work to hand over."""
 STOP_ORDER_AT_ONCE = (
-    ("rollout", "reward", "trainer", "coordinator", "tracking"),
+    ("episodes", "rollout", "reward", "trainer", "coordinator", "tracking"),
     ("executor",),
     ("valkey", "prometheus"),
 )
@@ -60,6 +71,7 @@ def services(settings: Settings, config: Path, bus_url: str, environment: Mappin
     counts = {"coordinator": 1, "rollout": settings.rollout.replicas, "reward": settings.reward.replicas, "trainer": 1}
     if not settings.kind.generates:
         del counts["rollout"], counts["reward"]
+    counts |= {"episodes": settings.episodes.replicas} if settings.episodes.is_on else {}
     counts |= {TRACKING: 1} if settings.tracking.sinks else {}
     threads = {"rollout": settings.run.threads, "trainer": settings.run.threads}
     names = [(service, f"{service}-{index}") for service, count in counts.items() for index in range(count)]
@@ -143,6 +155,7 @@ def _ports(settings: Settings) -> dict[str, int]:
     names = ["coordinator-0", "trainer-0", *([EXECUTOR] if settings.needs_executor else [])]
     names += [f"rollout-{index}" for index in range(settings.rollout.replicas)]
     names += [f"reward-{index}" for index in range(settings.reward.replicas)]
+    names += [f"episodes-{index}" for index in range(settings.episodes.replicas)] if settings.episodes.is_on else []
     names += [f"{TRACKING}-0"] if settings.tracking.sinks else []
     first = settings.run.metrics_port
     return {name: first + index for index, name in enumerate(names)} if first else {}

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 
-from penstock.shared.bus.stores.run.functions import reward_functions, trainer_functions
+from penstock.shared.bus.stores.run.functions import episode_functions, reward_functions, trainer_functions
 from penstock.shared.dataset_source import hub_dataset
 from penstock.shared.errors import SettingsError
 from penstock.shared.extras import install_advice, missing
@@ -72,6 +72,8 @@ def _packages(settings: Settings) -> Iterator[tuple[str, str]]:
     if settings.rollout.engine == "vllm":
         yield "vllm", 'rollout.engine = "vllm"'
     yield "regex", "the reward service"
+    if settings.episodes.is_on:
+        yield "jinja2", "[episodes]"
     for scorer in settings.reward.scorers:
         if isinstance(scorer, AnswerScorer) and scorer.mode == "math":
             yield "math_verify", f"scorer {scorer.name!r}"
@@ -93,6 +95,7 @@ def check_device(settings: Settings, gpus: int) -> None:
 def functions_checked(settings: Settings) -> Iterator[None]:
     """Import the user's functions in another process during the body. Raises SettingsError: one cannot be imported."""
     functions = trainer_functions(settings) | (reward_functions(settings) if settings.kind.generates else {})
+    functions |= episode_functions(settings)
     if not functions:
         yield
         return

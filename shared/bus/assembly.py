@@ -3,7 +3,7 @@
 ::
 
     generating        group → its Prompt                       a group is here until it is whole or has ended
-    assembly:<group>  parts, missing, @<part> → its entry on prompts, or <part> → its RolloutGroup, of one sample or of
+    assembly:<group>  parts, missing, dropped, @<part> → its entry on prompts, or <part> → its RolloutGroup, of one sample or of
                       several that ended together, under the first of them
     rollouts          [Prompt, part, part, …]                  the array that ``hand_over.lua`` makes of the last part
 """
@@ -94,15 +94,15 @@ def join(pieces: Sequence[Any]) -> dict[str, Any]:
 
 
 def _order(places: Sequence[Any]) -> list[int]:
-    """Return which of the samples is that of each place.
+    """Return the samples in the order of their places, of which some may have been dropped.
 
     Raises:
         MessageError: they are not those of a group.
     """
     rows = {place: row for row, place in enumerate(places) if type(place) is int}
-    if rows.keys() != set(range(len(places))):
-        raise MessageError(f"expected each sample of a group of {len(places)} once, found others")
-    return [rows[place] for place in range(len(places))]
+    if len(rows) != len(places) or min(rows) < 0:
+        raise MessageError(f"expected each of {len(places)} samples of a group once, found others")
+    return [rows[place] for place in sorted(rows)]
 
 
 wire.join_by(RolloutGroup, join)

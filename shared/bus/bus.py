@@ -268,7 +268,7 @@ class Bus(Commands):
     async def _deliveries(self, stream: Stream, kind: type[M], taken: Sequence[_Taken]) -> list[Delivery[M]]:
         """Return entries, of parts with their groups' prompts, of which they have only the group."""
         prompts: dict[str, bytes | None] = {}
-        if stream == streams.PROMPTS:
+        if stream in streams.SAMPLE_STREAMS:
             groups = {text(fields.get(b"id", b"")) for *_, fields in taken if fields.get(b"part")}
             prompts = dict(zip(groups, await self.hmget(GENERATING, *groups), strict=True)) if groups else {}
         deliveries: list[Delivery[M]] = []
@@ -325,11 +325,18 @@ class Bus(Commands):
         alone = zip(deliveries, split(part), strict=True)
         return sum([await self.hand_over(delivery, output, sample) for delivery, sample in alone])
 
+    async def drop_part(self, delivery: Delivery[Any], output: Stream) -> bool:
+        """Drop a sample of a group, which is published if it was the last; False if too few would be left."""
+        return await self._handed_over([delivery], output, b"") >= 0
+
     async def _hand_over(self, deliveries: Sequence[Delivery[Any]], output: Stream, payload: bytes) -> bool:
+        return bool(await self._handed_over(deliveries, output, payload))
+
+    async def _handed_over(self, deliveries: Sequence[Delivery[Any]], output: Stream, payload: bytes) -> int:
         given = _input(deliveries[0])
         del given["part"], given["entry_id"]
         entries = [word for delivery in deliveries for word in (delivery.part, delivery.entry_id)]
-        return bool(await self.script("hand_over", **given, output=output, payload=payload, entries=entries))
+        return int(await self.script("hand_over", **given, output=output, payload=payload, entries=entries))
 
     async def drop(self, delivery: Delivery[Any], reason: str, detail: str = "") -> bool:
         """Drop a group, counted as ``dropped:<reason>``."""
@@ -355,13 +362,14 @@ class Bus(Commands):
         return bool(left)
 
     async def requeue(self, delivery: Delivery[Any], prompt: Prompt, kept: Sequence[bytes] = ()) -> bool:
-        """Send a stale experience's group back to the prompts.
+        """Send a stale experience's group back to the stream of its prompt.
 
         Args:
             kept: the encoded part of each sample; b"" of those to generate again.
         """
         parts = [*kept, *[b""] * (prompt.sampling.samples - len(kept))]
         given = {**_input(delivery), "payload": wire.encode(prompt), "parts": parts}
+        given["source"] = streams.EPISODES if prompt.environment else streams.PROMPTS
         del given["part"]
         return bool(await self.script("requeue", **given))
 

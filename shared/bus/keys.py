@@ -59,7 +59,7 @@ ASSEMBLY = key(
     "assembly:<group>",
     "hash",
     "until the group is whole",
-    "parts, missing; @part → its entry on `prompts`; part → its generated sample, or several that ended together",
+    "parts, missing, dropped; @part → its entry on `prompts`; part → its generated sample, or several that ended together",
 )
 COUNTS = key("counts", "hash", "the run's", "`trained`, `dropped:<reason>`, `dead:<stream>`, `requeued`: exact (`Bus`)")
 

@@ -12,6 +12,7 @@
     stream         writers → reader                           an entry leaves when
     prompts        coordinator, trainer → rollout             its sample joins its group; the last one publishes the
                                                               RolloutGroup, in the same transaction
+    episodes       as prompts → episodes                      the same, of prompts with an environment; or the sample is dropped
     rollouts       rollout → reward                           its Experience is published, in the same transaction
     experience     reward → trainer; of demonstrations:       its step is committed: moved to the journal; or its group is
                    coordinator → trainer                      dropped, or requeued
@@ -28,7 +29,7 @@
     memory         every process with a model → people        trimmed (what it holds on its device, by phase)
     <stream>.dead  scripts → API                              a person revives (back onto its stream) or discards it
 
-An entry of ``prompts`` is one sample, every other one a group (``assembly``). Hand-over deletes a data stream's entry,
+An entry of ``prompts`` or ``episodes`` is one sample, every other one a group (``assembly``). Hand-over deletes a data stream's entry,
 so ``HLEN(generating) + XLEN(rollouts) + XLEN(experience)`` is the number of groups in flight. Other keys are declared
 beside their stores (``keys.key``).
 """
@@ -51,6 +52,8 @@ class Stream:
     group: str | None = None
     max_entries: int | None = None
     """Approximate length at which the oldest entries are trimmed; None for data streams."""
+    drops: bool = False
+    """Whether a sample that failed at its last attempt is dropped, if half of its group and two are left."""
 
     @property
     def dead(self) -> "Stream":
@@ -59,6 +62,7 @@ class Stream:
 
 
 PROMPTS = Stream("prompts", group="rollout")
+EPISODES = Stream("episodes", group="episodes", drops=True)
 ROLLOUTS = Stream("rollouts", group="reward")
 EXPERIENCE = Stream("experience", group="trainer")
 EVAL_PROMPTS = Stream("eval_prompts", group="rollout")
@@ -75,7 +79,9 @@ ANSWERS = Stream("answers", max_entries=256)
 HISTORY = Stream("history", max_entries=10_000)
 MEMORY = Stream("memory", max_entries=10_000)
 
-TRAINING_STREAMS = (PROMPTS, ROLLOUTS, EXPERIENCE)
+SAMPLE_STREAMS = (PROMPTS, EPISODES)
+"""Their entries are samples."""
+TRAINING_STREAMS = (*SAMPLE_STREAMS, ROLLOUTS, EXPERIENCE)
 """They hold what is in flight."""
 EVALUATION_STREAMS = (EVAL_PROMPTS, EVAL_ROLLOUTS, EVAL_RESULTS)
 GROUPED_STREAMS = (*TRAINING_STREAMS, *EVALUATION_STREAMS, PUBLISHED)

@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 ENTRIES = Counter(
     "penstock_bus_entries_total",
     "Entries of a stream by what this process did with them: handed_over, late (another replica was first), retried, "
-    "buried, "
+    "buried, dropped (a sample without which its group continues), "
     "given_back, reclaimed (taken over from a silent replica).",
     ["stream", "outcome"],
 )
@@ -102,6 +102,8 @@ class WorkCounts:
     """Results dropped because another consumer was first."""
     retried: int = 0
     buried: int = 0
+    dropped: int = 0
+    """Samples without which their groups continue."""
     given_back: int = 0
     reclaimed: int = 0
     last_error: str = ""
@@ -180,7 +182,7 @@ class Worker(Generic[In, Out]):
         self._reclaim_at_s = 0.0
         self._broken: asyncio.Future[None] | None = None
         self.counts = WorkCounts()
-        for outcome in ("handed_over", "late", "retried", "buried", "given_back", "reclaimed"):
+        for outcome in ("handed_over", "late", "retried", "buried", "dropped", "given_back", "reclaimed"):
             ENTRIES.labels(source.name, outcome)
         self.resting = False
 
@@ -297,8 +299,8 @@ class Worker(Generic[In, Out]):
         for delivery in deliveries:
             if delivery.attempts > self._patience.max_attempts:
                 cause = await self._bus.cause(delivery) or "its process died each time without a message"
-                await self._bury(delivery, f"failed {delivery.attempts - 1} times: {cause}")
-                return None  # the group has ended
+                await self._give_up(delivery, f"failed {delivery.attempts - 1} times: {cause}")
+                return None
         if not deliveries:
             return None
         is_alone = deliveries[0].crashes >= _ALONE_FROM
@@ -422,6 +424,24 @@ class Worker(Generic[In, Out]):
         if self._bug is not None:
             await self._bug(delivery.group_id, _words(error))
 
+    async def _give_up(self, delivery: Delivery[In], reason: str) -> None:
+        """Drop a sample that failed at its last attempt, if its stream does so and enough are left; else bury it."""
+        self._leaving.add(delivery.entry_id)
+        try:
+            if self._source.drops and await self._bus.drop_part(delivery, self._output):
+                words = {
+                    "stream": self._source.name,
+                    "group": delivery.group_id,
+                    "part": delivery.part,
+                    "reason": reason,
+                }
+                log.error("sample dropped", extra=words)
+                self.counts.add(self._source, "dropped")
+                return
+        finally:
+            self._leaving.discard(delivery.entry_id)
+        await self._bury(delivery, reason)
+
     async def _bury(self, delivery: Delivery[In], reason: str) -> None:
         self.counts.last_error = reason
         log.error("entry buried", extra={"stream": self._source.name, "group": delivery.group_id, "reason": reason})
@@ -436,7 +456,7 @@ class Worker(Generic[In, Out]):
         self.counts.add(self._source, "retried")
         self.counts.last_error = reason
         if delivery.attempts >= self._patience.max_attempts:
-            await self._bury(delivery, reason)
+            await self._give_up(delivery, reason)
             return
         await self._bus.note_cause(delivery, reason)
         wait_s = Backoff(self._patience.retry_s, self._patience.claim_after_s).wait_s(delivery.attempts)

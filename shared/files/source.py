@@ -24,7 +24,13 @@ def _file(module: str) -> Path | None:
     name, where, spec = "", None, None
     for part in module.split("."):
         name = f"{name}.{part}" if name else part
-        spec = _find(name, where)
+        try:
+            spec = _find(name, where)
+        except (
+            KeyError
+        ):  # a folder without __init__.py within another, which importlib finds only once that is imported
+            files = (Path(folder, *module.split(".")).with_suffix(".py") for folder in sys.path)
+            return next((file for file in files if file.is_file()), None)
         if spec is None:
             return None
         where = spec.submodule_search_locations

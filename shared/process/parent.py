@@ -1,7 +1,9 @@
-"""What ties a process to its parent: its end (Linux; elsewhere without effect) and its environment."""
+"""What ties a process to its parent: its end (Linux; elsewhere without effect), its environment and its streams."""
 
+import contextlib
 import ctypes
 import os
+import resource
 import signal
 import sys
 
@@ -17,3 +19,22 @@ def die_with(parent: int, number: signal.Signals) -> bool:
         return True
     _prctl(_SET_PARENT_DEATH_SIGNAL, number)
     return os.getppid() == parent
+
+
+def confine(parent: int, memory_bytes: int | None) -> None:
+    """Die with the parent, ignore Ctrl-C, and limit memory."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        if memory_bytes is not None:
+            resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+    if not die_with(parent, signal.SIGKILL):
+        sys.exit(0)
+
+
+def close_standard_streams() -> None:
+    """Let libraries read nothing, and print to standard error."""
+    empty = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(empty, 0)
+    os.close(empty)
+    os.dup2(2, 1)

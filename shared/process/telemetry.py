@@ -52,6 +52,8 @@ class Status:
     address: str = ""
     source: str = ""
     """``host:port`` of weights for other replicas."""
+    turns: str = ""
+    """``host:port`` at which a replica draws turns of episodes."""
     settings_revision: int = 0
     taking: bool = True
     failures: dict[str, PartFailure] = dataclasses.field(default_factory=dict)
@@ -133,6 +135,7 @@ class Presence:
             last_error=self._status.last_error[:500],
             values=dict(self._status.values),
             source=self._status.source,
+            turns=self._status.turns,
             settings_revision=self._status.settings_revision,
             taking=self._status.taking,
             starts=starts,

@@ -13,6 +13,7 @@ from pydantic import Field, model_validator
 from penstock.shared.errors import SettingsError
 from penstock.shared.expression import Expression
 from penstock.shared.settings.algorithm import AlgorithmSettings
+from penstock.shared.settings.episodes import EpisodesSettings
 from penstock.shared.settings.evaluation import EvaluationSettings
 from penstock.shared.settings.guards import GuardsSettings
 from penstock.shared.settings.internal import InternalSettings
@@ -58,6 +59,8 @@ class Settings(Section):
     """How completions are drawn."""
     rollout: RolloutSettings = Field(default=RolloutSettings())
     """The replicas that generate."""
+    episodes: EpisodesSettings = Field(default=EpisodesSettings())
+    """Turns with tools, an environment or an agent."""
     reward: RewardSettings = Field(default=RewardSettings())
     """What a completion is worth."""
     algorithm: AlgorithmSettings = Field(default=AlgorithmSettings())
@@ -190,6 +193,7 @@ class Settings(Section):
             _check_pairs,
             _check_supervised,
             _check_mixture,
+            _check_episodes,
             check_placement,
         ):
             rule(self)
@@ -447,6 +451,17 @@ def _check_mixture(settings: Settings) -> None:
             f"expected several datasets in data.path with algorithm.imitation > 0, found {weight} and one: name the problems and the "
             "demonstrations, each with its weight, or set algorithm.imitation = 0"
         )
+
+
+def _check_episodes(settings: Settings) -> None:
+    beside = {
+        'run.deterministic = "run"': settings.run.deterministic == "run",
+        "demonstrations or preference pairs as data.path": settings.is_supervised,
+        "evaluation.path": bool(settings.evaluation.held_out),
+        "[[reward.teachers]]": bool(settings.reward.teachers),
+    }
+    rewarded = [scorer.name for scorer in settings.reward.scorers if scorer.kind == "environment"]
+    settings.episodes.check_beside([name for name, is_set in beside.items() if is_set], rewarded)
 
 
 def check_reproducible(settings: Settings, engine: str) -> None:

@@ -37,7 +37,7 @@ async def audit_groups(bus: Bus) -> dict[str, int]:
     assert Counter(outcomes[-1] for outcomes in endings.values()) == +counted, "the counters say what the audit says"
     assert all(name.split(":")[0] in ("trained", "dropped", "dead") for name in counted)
     assert sum(counted.values()) == status.cursor, "endings, undone ones among them, add up to the cursor"
-    assert [await bus.length(stream) for stream in TRAINING_STREAMS] == [0, 0, 0]
+    assert [await bus.length(stream) for stream in TRAINING_STREAMS] == [0, 0, 0, 0]
     assert [key async for key in raw(bus).scan_iter(f"{bus.keys.named('assembly')}:*")] == [], "no part is left"
     assert await Ledger(bus).in_flight() == 0
     return counts

@@ -94,7 +94,7 @@ async def _audit(folder: Path) -> None:
         assert Counter(outcome for _, outcome in endings) == Counter(counts)
         assert counts["trained"] == STEPS * GROUPS
         assert not any(outcome.startswith("dead") for outcome in counts)
-        assert [await bus.length(stream) for stream in TRAINING_STREAMS] == [0, 0, 0]
+        assert [await bus.length(stream) for stream in TRAINING_STREAMS] == [0, 0, 0, 0]
         seen = await raw(bus).hgetall(bus.keys.named("statistics:model"))
         assert int(seen[b"count"]) >= STEPS * GROUPS * GROUP_SIZE
         assert int(seen[b"count"]) % GROUP_SIZE == 0

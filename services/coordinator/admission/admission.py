@@ -45,6 +45,8 @@ class Terms:
     steps: int
     whole: bool = False
     """One entry a group, whose samples depend on no other request."""
+    environment: str = ""
+    """What the turns of an episode happen in."""
     by_source: tuple[Sampling, ...] = ()
     """Sampling of each dataset, if they differ."""
 
@@ -54,7 +56,8 @@ def terms_of(settings: Settings) -> Terms:
     of_source = [sampling.of(source) for source in settings.data.sources] if sampling.by_dataset else []
     drawn, *by_source = (drawn_by(own, own.group_size, own.temperature) for own in (sampling, *of_source))
     steps, whole = settings.run.steps, settings.run.deterministic == "run"
-    return Terms(drawn, settings.slots, settings.algorithm.groups_per_step, steps, whole, tuple(by_source))
+    per_step, environment = settings.algorithm.groups_per_step, settings.episodes.name
+    return Terms(drawn, settings.slots, per_step, steps, whole, environment, tuple(by_source))
 
 
 def drawn_by(settings: SamplingSettings, samples: int, temperature: float) -> Sampling:
@@ -162,5 +165,5 @@ class Admission:
         if problem.demonstration is not None:
             return experience(problem, group_id, newest)
         sampling = terms.by_source[self._dataset.source_of(index)] if terms.by_source else terms.sampling
-        prompt = problem.prompt(group_id, sampling)
+        prompt = dataclasses.replace(problem.prompt(group_id, sampling), environment=terms.environment)
         return dataclasses.replace(prompt, min_version=newest, admitted_at_s=time.time())

@@ -15,6 +15,7 @@ from penstock.shared.errors import MessageError
 _SHOWN_ELEMENTS = 256
 _KINDS: dict[DeadLetterSource, type[Any]] = {
     DeadLetterSource.PROMPTS: Prompt,
+    DeadLetterSource.EPISODES: Prompt,
     DeadLetterSource.ROLLOUTS: RolloutGroup,
     DeadLetterSource.EXPERIENCE: Experience,
     DeadLetterSource.EVAL_PROMPTS: Prompt,

@@ -94,8 +94,8 @@ class Steering:
                 return OperationOutcome(
                     OperationState.CANCELLED, f"the run is {status.state.value} again: {status.reason}"
                 )
-            prompts, rollouts, waiting = [await self._bus.length(stream) for stream in streams.TRAINING_STREAMS]
-            if prompts + rollouts == 0 and waiting < self._groups_per_step:
+            *drawn, waiting = [await self._bus.length(stream) for stream in streams.TRAINING_STREAMS]
+            if sum(drawn) == 0 and waiting < self._groups_per_step:
                 detail = f"nothing is generated or scored; {waiting} groups wait for the next step"
                 step = (await self._ledger.status()).step  # the last may just have been committed
                 return OperationOutcome(OperationState.SUCCEEDED, detail, {"step": step, "groups_waiting": waiting})

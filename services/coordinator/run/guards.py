@@ -47,6 +47,7 @@ TRIPS = Counter("penstock_coordinator_guard_trips_total", "How often a guard tri
 
 _EVERY_S = 1.0
 """A window of N seconds has N looks."""
+_UNSCORED = (DeadLetterSource.PROMPTS, DeadLetterSource.EPISODES, DeadLetterSource.ROLLOUTS)
 _VIEWS = TypeAdapter(list[GuardView])
 StepReports = Sequence[StepReport]
 
@@ -301,7 +302,7 @@ class Guards:
         sentence = unscored(self._given_up_in_a_row(view, since_s), view.slots, guards)
         if not sentence or "unscored" in guards.off:
             return {}
-        newest = await newest_reason(self._bus, (DeadLetterSource.PROMPTS, DeadLetterSource.ROLLOUTS))
+        newest = await newest_reason(self._bus, _UNSCORED)
         cause = newest or "its dead letter is gone"
         return {"unscored": (guards.action("unscored"), f"{sentence}; the newest: {cause}")}
 

@@ -10,17 +10,14 @@ the answer is {"overdue": true} and a new fork takes over. The parent kills a la
 of a dead parent. Libraries print to standard error and read nothing, so they cannot forge messages.
 """
 
-import contextlib
 import gc
 import json
 import os
-import resource
 import signal
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
-from penstock.shared.process.parent import die_with
+from penstock.shared.process.parent import close_standard_streams, confine
 
 Answerer: TypeAlias = Callable[[dict[str, Any]], Mapping[str, object]]
 _LONGEST_ERROR = 1_000
@@ -32,7 +29,7 @@ def serve(
     """Answer until standard input ends."""
     confine(parent, memory_bytes)
     questions, output = os.dup(0), os.fdopen(os.dup(1), "w", encoding="utf-8")
-    _close_standard_streams()
+    close_standard_streams()
     try:
         answer = prepare()
     except Exception as error:  # noqa: BLE001 (the edge of the process: whoever started it tells people)
@@ -67,24 +64,6 @@ def _answer_all(questions: int, output: Any, answer: Answerer) -> None:
             answered = answer(question)
             signal.setitimer(signal.ITIMER_PROF, 0.0)
             _write(output, answered)
-
-
-def confine(parent: int, memory_bytes: int | None) -> None:
-    """Die with the parent, ignore Ctrl-C, and limit memory."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with contextlib.suppress(OSError, ValueError):
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        if memory_bytes is not None:
-            resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
-    if not die_with(parent, signal.SIGKILL):
-        sys.exit(0)
-
-
-def _close_standard_streams() -> None:
-    empty = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(empty, 0)
-    os.close(empty)
-    os.dup2(2, 1)
 
 
 def _write(output: Any, answer: Mapping[str, object]) -> None:

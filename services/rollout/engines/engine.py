@@ -45,6 +45,8 @@ class GenerationRequest:
     seed: int = 0
     """64-bit seed that makes draws independent of other requests; vLLM uses its own."""
     stop: "StopTexts | None" = None
+    salt: PolicyVersion | None = None
+    """Whose prefix cache it shares; None: the version's own."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)

@@ -163,9 +163,10 @@ def _speed(run: RunView) -> Text:
 
 
 def _streams(run: RunView) -> Text:
-    names = ("prompts", "rollouts", "experience", "journal")
-    depths = [(name, run.streams[name]) for name in names if name in run.streams]
-    return Text(" · ".join(f"{name} {depth.entries}" for name, depth in depths) or _MISSING)
+    names = ("prompts", "episodes", "rollouts", "experience", "journal")
+    entries = {name: run.streams[name].entries for name in names if name in run.streams}
+    shown = [f"{name} {count}" for name, count in entries.items() if count or name != "episodes"]
+    return Text(" · ".join(shown) or _MISSING)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -1,10 +1,10 @@
 #!lua
--- Admit groups into free slots and advance the dataset cursor: an entry on `prompts` for each sample. Demonstrations are
--- experience from the start.
--- KEYS: run prompts rollouts experience generating assemblies...
--- ARGV: slots groups_per_step steps expected_cursor expected_newest now_s term samples ready payloads...
--- `assemblies`: those of the groups, in order; `samples`: entries per prompt, 0 for one entry with all samples; `ready`: a
--- character for each group, 1 for a demonstration, else 0; `term`: the leader's, or "" without a leader.
+-- Admit groups into free slots and advance the dataset cursor: an entry on `prompts` or `episodes` for each sample.
+-- Demonstrations are experience from the start.
+-- KEYS: run prompts episodes rollouts experience generating assemblies...
+-- ARGV: slots groups_per_step steps expected_cursor expected_newest now_s term samples kinds payloads...
+-- `assemblies`: those of the groups, in order; `samples`: entries per prompt, 0 for one entry with all samples; `kinds`: a
+-- character for each group: `d` for a demonstration, `e` for an environment, else `p`; `term`: the leader's, or "" without a leader.
 -- Returns the number admitted; -1 if the run is not running or another leads it; -2 if the cursor or the newest version
 -- is not as expected (read again). Group ids are cursor values, so no two admissions share one.
 local state = redis.call('HMGET', run, 'state', 'cursor', 'newest_version', 'step', 'leader_term')
@@ -24,14 +24,16 @@ for i, payload in ipairs(payloads) do
     break
   end
   local id = string.format('%d', cursor + admitted)
-  if ready:sub(i, i) == '1' then
+  local kind = kinds:sub(i, i)
+  if kind == 'd' then
     redis.call('XADD', experience, '*', 'id', id, 'data', payload, 'shown', '1')
   else
     local parts = math.max(1, tonumber(samples))
     redis.call('HSET', generating, id, payload)
     redis.call('HSET', assemblies[i], 'parts', parts, 'missing', parts)
+    local source = kind == 'e' and episodes or prompts
     for part = 0, parts - 1 do
-      local entry = redis.call('XADD', prompts, '*', 'id', id, 'part', samples == '0' and 'all' or part)
+      local entry = redis.call('XADD', source, '*', 'id', id, 'part', samples == '0' and 'all' or part)
       redis.call('HSET', assemblies[i], '@' .. part, entry)
     end
   end

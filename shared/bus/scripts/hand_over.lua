@@ -5,7 +5,8 @@
 -- ARGV: group stream_name group_id payload entries...
 -- `entries`: part and id of each entry that `payload` is the result of. A part is a sample's index, "all" for one part with
 -- all samples, "" for an entry without an assembly. Several are samples of one group, handed over together or not at all.
--- Returns 1, or 0 if another consumer finished one of them first, or its group has ended: this result is dropped.
+-- An empty `payload` drops the sample, if half of its group and two are left.
+-- Returns 1, -1 if too few are left, or 0 if another consumer finished one of them first, or its group has ended: this result is dropped.
 local part = entries[1]
 local ids, fields, notes = {}, {}, {}
 for i = 1, #entries, 2 do
@@ -19,6 +20,13 @@ if part ~= '' then
     ours = ours and entry == ids[i]
   end
 end
+if payload == '' then
+  local counted = redis.call('HMGET', assembly, 'parts', 'dropped')
+  local parts = tonumber(counted[1] or '0')
+  if ours and parts - tonumber(counted[2] or '0') - 1 < math.max(2, parts / 2) then
+    return -1
+  end
+end
 if (#ids > 1 and not ours) or redis.call('XACK', input, group, unpack(ids)) == 0 then
   return 0
 end
@@ -30,7 +38,11 @@ if not ours then
 end
 if part ~= '' then
   redis.call('HDEL', assembly, unpack(fields))
-  redis.call('HSET', assembly, fields[1]:sub(2), payload)
+  if payload == '' then
+    redis.call('HINCRBY', assembly, 'dropped', 1)
+  else
+    redis.call('HSET', assembly, fields[1]:sub(2), payload)
+  end
   if redis.call('HINCRBY', assembly, 'missing', -#ids) > 0 then
     return 1
   end

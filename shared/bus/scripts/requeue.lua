@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
--- Requeue: take a stale experience off the stream and its group back to the prompts, an entry for each stale sample.
--- KEYS: input prompts counts generating assembly crashes causes
+-- Requeue: take a stale experience off the stream and its group back to the stream of its prompt, an entry for each stale sample.
+-- KEYS: input source counts generating assembly crashes causes
 -- ARGV: group stream_name entry_id group_id payload parts...
 -- `parts`: each sample that is kept, encoded; "" for one to generate again.
 -- Returns 1, or 0 if another consumer finished this entry first.
@@ -16,7 +16,7 @@ for place, part in ipairs(parts) do
   local index = place - 1
   if part == '' then
     missing = missing + 1
-    redis.call('HSET', assembly, '@' .. index, redis.call('XADD', prompts, '*', 'id', group_id, 'part', index))
+    redis.call('HSET', assembly, '@' .. index, redis.call('XADD', source, '*', 'id', group_id, 'part', index))
   else
     redis.call('HSET', assembly, index, part)
   end

@@ -268,7 +268,22 @@ class RandomScorer(BaseScorer):
     """Draws 0 or 1 at random."""
 
 
+class EnvironmentScorer(BaseScorer):
+    """The reward that the environment or the agent of an episode gave it."""
+
+    kind: Literal["environment"]
+    """The environment's or the agent's own reward."""
+
+
 Scorer = Annotated[
-    AnswerScorer | CodeScorer | FormatScorer | ModelScorer | JudgeScorer | PythonScorer | TrlScorer | RandomScorer,
+    AnswerScorer
+    | CodeScorer
+    | FormatScorer
+    | ModelScorer
+    | JudgeScorer
+    | PythonScorer
+    | TrlScorer
+    | RandomScorer
+    | EnvironmentScorer,
     Field(discriminator="kind"),
 ]

@@ -36,7 +36,7 @@ Replica = Annotated[str, Path(min_length=1, max_length=200, description="The rep
 After = Annotated[str | None, Query(min_length=1, max_length=200, description="`next` of the page before.")]
 LetterCursor = Annotated[str | None, Query(pattern=CURSOR_PATTERN, description="`next` of the page before.")]
 Entry = Annotated[str, Path(pattern=ENTRY_PATTERN, description="Its ID among the stream's dead letters.")]
-_TAKING = ("rollout", "reward")
+_TAKING = ("episodes", "rollout", "reward")
 _READY = ("working", "waiting")
 
 

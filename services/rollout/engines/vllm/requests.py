@@ -61,7 +61,7 @@ class Requests:
         name = f"g{next(self._numbers)}"
         self._reports.expect(name)
         try:
-            parameters, salt = self.parameters(request, count), f"v{version}"
+            parameters, salt = self.parameters(request, count), f"v{version if request.salt is None else request.salt}"
             finished, end = await self._until(name, request.prompt_token_ids, salt, parameters, request.stop)
             rows = await self.rows(name, count)
         finally:

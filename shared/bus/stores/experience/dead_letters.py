@@ -25,6 +25,7 @@ class DeadLetterSource(StrEnum):
     """A stream whose entries can be buried."""
 
     PROMPTS = "prompts"
+    EPISODES = "episodes"
     ROLLOUTS = "rollouts"
     EXPERIENCE = "experience"
     EVAL_PROMPTS = "eval_prompts"

@@ -290,7 +290,7 @@ class Ledger(Policies):
             "admit", slots=slots, groups_per_step=groups_per_step, steps=steps, now_s=time.time(), term=self._term(),
             expected_cursor=groups[0].group_id if groups else 0, expected_newest=newest,
             samples=0 if whole else _entries(groups),
-            ready="".join("1" if isinstance(group, Experience) else "0" for group in groups),
+            kinds="".join(map(_kind, groups)),
             assemblies=[ASSEMBLY.of(str(group.group_id)) for group in groups],
             payloads=[wire.encode(group) for group in groups],
         )  # fmt: skip
@@ -499,6 +499,12 @@ def _known(**values: float | None) -> dict[str, float]:
 
 def _of_kind(prefix: str, fields: Mapping[str, str]) -> dict[str, str]:
     return {name.removeprefix(prefix): said for name, said in sorted(fields.items()) if name.startswith(prefix)}
+
+
+def _kind(group: Prompt | Experience) -> str:
+    if isinstance(group, Experience):
+        return "d"
+    return "e" if group.environment else "p"
 
 
 def _entries(groups: Sequence[Prompt | Experience]) -> int:

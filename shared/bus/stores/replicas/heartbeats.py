@@ -64,6 +64,8 @@ class Heartbeat:
     """The service's figures: tokens_per_s, held, …"""
     source: str = ""
     """``host:port`` of its weights for other replicas; empty: none, as where it streams them into its live parameters."""
+    turns: str = ""
+    """``host:port`` at which it draws turns of episodes; empty: none."""
     settings_revision: int = 0
     taking: bool = True
     """False while cordoned."""

@@ -72,6 +72,15 @@ def trainer_functions(settings: Settings) -> dict[str, str]:
     }
 
 
+def episode_functions(settings: Settings) -> dict[str, str]:
+    """Return what episodes run of the user's own: name → ``package.module:object``."""
+    of = settings.episodes
+    named = {"environment": (of.environment,), "agent": (of.agent,), "tools": of.tools}
+    return {
+        f"episodes.{name} = {reference}": reference for name, each in named.items() for reference in each if reference
+    }
+
+
 def reward_functions(settings: Settings) -> dict[str, str]:
     """Return the functions of scorers: name → ``package.module:function``, or an entry point's name."""
     named: dict[str, str] = {}

@@ -81,13 +81,13 @@ def test_every_script_that_adds_to_a_stream_is_known() -> None:
         if "XADD" in script.text
     }
     assert added == {
-        "admit": {"prompts", "experience"},
+        "admit": {"source", "experience"},
         "commit": {"journal", "audit", "steps", "published"},
         "discard": {"audit"},
         "hand_over": {"output"},
         "leave": {"dead", "audit"},
         "promote": {"policy"},
-        "requeue": {"prompts"},
+        "requeue": {"source"},
         "restore": {"journal"},
         "revive": {"stream"},
         "roll_back": {"history", "events"},

@@ -1,0 +1,121 @@
+"""Play an episode: the policy's answers and what its tools return, until it calls none."""
+
+import dataclasses
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from prometheus_client import Counter
+
+from penstock.services.episodes.drivers.hosts import Host, HostLost, Hosts
+from penstock.services.episodes.episode import Episode, EpisodeOver
+from penstock.services.episodes.messages import Message, ToolCall
+from penstock.shared.bus.messages import Ended, FinishReason, Prompt
+from penstock.shared.errors import PermanentError, TemporaryError
+from penstock.shared.settings.episodes import EpisodesSettings
+
+log = logging.getLogger(__name__)
+
+TOOL_CALLS = Counter("penstock_episodes_tool_calls_total", "Calls of tools: answered, or unavailable.", ["status"])
+for _status in ("answered", "unavailable"):
+    TOOL_CALLS.labels(_status)
+_REPEATED = 3
+"""Times that a call of a tool without a state is made."""
+
+
+class ToolLoop:
+    """Plays episodes; ``answer_field`` is the column of a row's reference answer."""
+
+    def __init__(self, settings: EpisodesSettings, hosts: Hosts, answer_field: str) -> None:
+        self._settings, self._hosts, self._answer_field = settings, hosts, answer_field
+
+    async def play(self, episode: Episode) -> float | None:
+        """Play it to its end; return its environment's reward, if that has one.
+
+        Raises:
+            TemporaryError: tools or environment could not work.
+            PermanentError: the prompt cannot be rendered.
+        """
+        prompt = episode.prompt
+        async with self._hosts.place((prompt.group_id, prompt.sample)) as (host, slot):
+            row = row_of(prompt, self._answer_field)
+            text = (await host.ask(slot, "reset", self._settings.setup_s, "setup_s", row=row))["value"]
+            try:
+                await self._converse(episode, host, slot, opening(prompt, text))
+            except EpisodeOver as over:
+                episode.ended = over.ended
+            except (
+                PermanentError
+            ) as error:  # by what was said in it: the template, or the engine, refuses the next turn
+                if not episode.turns:
+                    raise
+                log.warning("episode ended early", extra={"group": prompt.group_id, "reason": str(error)})
+                episode.ended = Ended.STOP
+            if not self._settings.environment:
+                return None
+            reward: float | None = (await host.ask(slot, "reward", self._settings.tool_s, "tool_s"))["value"]
+            return reward
+
+    async def _converse(self, episode: Episode, host: Host, slot: int, messages: list[Message]) -> None:
+        while True:
+            answer = await episode.answer(messages, self._hosts.tools)
+            messages.append(answer.message)
+            if not answer.message.calls:
+                episode.ended = Ended.LENGTH if answer.finish_reason is FinishReason.LENGTH else Ended.STOP
+                return
+            for call in answer.message.calls:
+                said = await self._call(host, slot, call)
+                messages.append(Message("tool", said["value"], call_id=call.id, name=call.name))
+                if said.get("done"):
+                    episode.ended = Ended.STOP
+                    return
+
+    async def _call(self, host: Host, slot: int, call: ToolCall) -> Mapping[str, Any]:
+        """Call a tool; one without a state again if it did not work, elsewhere, as its process may be lost.
+
+        A stateless one that never answers is the policy's business, which asked for what does not end.
+        """
+        given, limit_s = {"name": call.name, "arguments": call.values}, self._settings.tool_s
+        try:
+            return self._counted(await host.ask(slot, "call", limit_s, "tool_s", **given))
+        except TemporaryError as error:
+            TOOL_CALLS.labels("unavailable").inc()
+            failed = error
+        for _ in range(0 if self._settings.environment else _REPEATED - 1):
+            try:
+                async with self._hosts.place(call) as (other, place):
+                    return self._counted(await other.ask(place, "call", limit_s, "tool_s", **given))
+            except TemporaryError as error:
+                TOOL_CALLS.labels("unavailable").inc()
+                failed = error
+        if self._settings.environment or not isinstance(failed, HostLost):
+            raise failed
+        return {"value": f"no answer within {limit_s:g} s"}
+
+    @staticmethod
+    def _counted(said: Mapping[str, Any]) -> Mapping[str, Any]:
+        TOOL_CALLS.labels("answered").inc()
+        return said
+
+
+def opening(prompt: Prompt, text: str | None) -> list[Message]:
+    """Return the first messages: the prompt's, with an environment's ``text`` after the last of the user."""
+    messages = [Message(turn.role, turn.content) for turn in prompt.messages or ()]
+    if prompt.text is not None:
+        messages = [Message("user", prompt.text)]
+    if not text:
+        return messages
+    places = [place for place, message in enumerate(messages) if message.role == "user"]
+    if not places:
+        return [*messages, Message("user", text)]
+    asked = messages[places[-1]]
+    messages[places[-1]] = dataclasses.replace(asked, text=f"{asked.text}{text}")
+    return messages
+
+
+def row_of(prompt: Prompt, answer_field: str) -> dict[str, Any]:
+    """Return a dataset row as environments and agents receive it."""
+    asked: str | Sequence[Any] | None = prompt.text
+    if prompt.messages is not None:
+        asked = [{"role": turn.role, "content": turn.content} for turn in prompt.messages]
+    return {**prompt.extra, answer_field: prompt.answer, "prompt": asked}

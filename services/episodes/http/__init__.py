@@ -1,0 +1,1 @@
+"""The endpoint at which agents ask the policy, in the dialects of their SDKs."""

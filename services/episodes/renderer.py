@@ -1,0 +1,187 @@
+"""Messages to token ids, by the difference of the chat template's renderings.
+
+::
+
+    whole   all messages, as the template writes them
+    after   the ids that follow an answer's own: the template with and without the messages after it. None where these change
+            what the template writes before them, as one that drops earlier reasoning does: then the history is a branch
+
+Text from outside never becomes a control token: where a message spells one, its place is rendered, and its text encoded by
+a tokenizer that has none.
+"""
+
+import bisect
+import json
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from penstock.services.episodes.messages import Message, writable
+from penstock.shared.bus.messages import Int32Array
+from penstock.shared.errors import PermanentError, SettingsError
+from penstock.shared.model.rendering import chat_template
+from penstock.shared.model.tokenizer import Tokenizer
+
+Tools = Sequence[Mapping[str, Any]]
+_RECENT = 512
+"""Renderings that are kept: siblings, and a turn and the next one, share some."""
+_ANSWER, _BECAUSE = "0815", "4711"
+
+
+class Renderer:
+    """Renders by a policy's template, in a process that can be killed; for threads.
+
+    Args:
+        arguments: of the template.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, arguments: Mapping[str, Any] | None = None) -> None:
+        if not tokenizer.chat_template:
+            raise SettingsError(
+                "expected a tokenizer with a chat template for [episodes], found one without: change policy.tokenizer"
+            )
+        self._tokenizer = tokenizer
+        self._arguments = dict(arguments or {})
+        self._plain, self._control = _without_control_tokens(tokenizer)
+        self._nonce = f"xq{secrets.token_hex(8)}x"
+        self._places = re.compile(f"{self._nonce}([0-9]+)x")
+        self._recent: dict[str, str] = {}
+        self._reads_clock = "strftime_now" in str(tokenizer.chat_template)
+        self._end, self.writes_reasoning = self._end_of_answer()
+        """What the template writes after an answer, such as ``<|im_end|>``; nothing where the next role's mark ends it."""
+
+    def whole(self, messages: Sequence[Message], tools: Tools, at_s: float | None = None) -> Int32Array:
+        """Return the ids of a conversation, up to where the policy answers. Raises PermanentError."""
+        hidden: list[str] = []
+        try:
+            text = self._render(self._hide(messages, hidden), tools, hidden, at_s, answers=True)
+        except chat_template.TemplateFailed as error:
+            raise PermanentError(f"the chat template cannot render these messages: {error}") from error
+        return np.array(self._encode(text, hidden), dtype=np.int32)
+
+    def after(
+        self, messages: Sequence[Message], answered: int, tools: Tools, last_id: int, at_s: float | None = None
+    ) -> Int32Array | None:
+        """Return the ids of ``messages[answered:]``, which follow an answer that ends with ``last_id``; None: the template
+        writes what is before them otherwise, or they have answers of their own.
+        """
+        rest = messages[answered:]
+        if not rest or not answered or any(message.role == "assistant" for message in rest):
+            return None
+        hidden: list[str] = []
+        turns = self._hide(messages, hidden)
+        other = {**turns[answered], "content": "1" if str(turns[answered]["content"]).startswith("0") else "0"}
+        try:
+            before = "" if answered == 1 else self._render(turns[: answered - 1], tools, hidden, at_s)
+            text = self._render(turns, tools, hidden, at_s, answers=True)
+            varied = self._render([*turns[:answered], other] if self._end else turns[:answered], tools, hidden, at_s)
+        except chat_template.TemplateFailed:
+            return None
+        if self._end:
+            end = text.rfind(self._end, len(before), _common(text, varied))
+        else:
+            end = len(varied) if text.startswith(varied) else -1
+        reasoning = messages[answered - 1].reasoning.strip()
+        if not text.startswith(before) or end < 0 or reasoning not in text[len(before) : end]:
+            return None
+        ids, ending = self._encode(text[end:], hidden), self._encode(self._end, hidden)
+        if last_id in (ending or ids[:1]):  # the policy ended its answer itself
+            ids = ids[(ending or ids).index(last_id) + 1 :]
+        return np.array(ids, dtype=np.int32)
+
+    def branching(self) -> list[str]:
+        """Return the roles whose messages the template does not append, so that each turn after one is a branch."""
+        asked = Message("user", "2"), Message("assistant", _ANSWER, reasoning=_BECAUSE if self.writes_reasoning else "")
+        next_messages = {"tool": Message("tool", "3", name="f"), "user": Message("user", "4")}
+        return [role for role, told in next_messages.items() if self.after([*asked, told], 2, (), -1) is None]
+
+    def _end_of_answer(self) -> tuple[str, bool]:
+        """Return what follows an answer, and whether its reasoning precedes it."""
+        turns = [Message("user", "2"), Message("assistant", _ANSWER, reasoning=_BECAUSE)]
+        try:
+            text = self._render([turn.for_template() for turn in turns], (), [], None)
+        except chat_template.TemplateFailed as error:
+            raise SettingsError(
+                f"the chat template of the tokenizer cannot render an answer ({error}): change policy.tokenizer"
+            ) from error
+        before, answer, end = text.rpartition(_ANSWER)
+        if not answer:
+            raise SettingsError(
+                "expected a chat template that writes the policy's answers, found one that leaves them out: change policy.tokenizer"
+            )
+        return end, _BECAUSE in before
+
+    def _render(
+        self, turns: Sequence[Any], tools: Tools, hidden: list[str], at_s: float | None, *, answers: bool = False
+    ) -> str:
+        given = {"tools": self._hide_value(list(tools), hidden)} if tools else {}
+        arguments = {**self._arguments, **given}
+        key = json.dumps([turns, arguments, answers, at_s if self._reads_clock else None], default=str)
+        text = self._recent.pop(key, None)
+        if text is None:
+            text = chat_template.render(
+                self._tokenizer, turns, add_generation_prompt=answers, arguments=arguments, at_s=at_s
+            )
+        self._recent[key] = text
+        if len(self._recent) > _RECENT:
+            self._recent.pop(next(iter(self._recent)), None)
+        return text
+
+    def _hide(self, messages: Sequence[Message], hidden: list[str]) -> list[dict[str, Any]]:
+        return [
+            {**self._hide_value(turn, hidden), "role": turn["role"]} for turn in (m.for_template() for m in messages)
+        ]
+
+    def _hide_value(self, value: Any, hidden: list[str]) -> Any:
+        """Return a value whose texts with control tokens are places in ``hidden``."""
+        if isinstance(value, str):
+            value = writable(value)
+            if not self._control.search(value):
+                return value
+            if value not in hidden:
+                hidden.append(value)
+            return f"{self._nonce}{hidden.index(value)}x"
+        if isinstance(value, dict):
+            return {self._hide_value(name, hidden): self._hide_value(inner, hidden) for name, inner in value.items()}
+        return [self._hide_value(inner, hidden) for inner in value] if isinstance(value, list) else value
+
+    def _encode(self, text: str, hidden: Sequence[str]) -> list[int]:
+        ids: list[int] = []
+        for place, part in enumerate(self._places.split(text)):
+            if place % 2:
+                ids += self._plain.encode(hidden[int(part)], add_special_tokens=False).ids
+            elif part:
+                ids += self._tokenizer(part, add_special_tokens=False)["input_ids"]
+        return ids
+
+
+def _common(left: str, right: str) -> int:
+    """Return the length of the longest common prefix."""
+    lengths = range(1, min(len(left), len(right)) + 1)
+    return bisect.bisect_left(lengths, True, key=lambda length: left[:length] != right[:length])
+
+
+def _without_control_tokens(tokenizer: Tokenizer) -> tuple[Any, "re.Pattern[str]"]:
+    """Return a tokenizer that has no added token, and the pattern of their texts. Raises SettingsError."""
+    from tokenizers import Tokenizer as Backend
+
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    control = {token_id: str(token.content) for token_id, token in added.items() if str(token.content).strip()}
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise SettingsError(
+            "expected a fast tokenizer (tokenizer.json) for [episodes], found a slow one: change policy.tokenizer"
+        )
+    description = json.loads(backend.to_str())
+    plain = Backend.from_str(json.dumps({**description, "added_tokens": [], "post_processor": None}))
+    for text in control.values():
+        if control.keys() & set(plain.encode(text, add_special_tokens=False).ids):
+            raise SettingsError(
+                f"expected a tokenizer that can write {text!r} in plain tokens, found one whose vocabulary merges it: "
+                "change policy.tokenizer"
+            )
+    longest_first = sorted(control.values(), key=len, reverse=True)
+    return plain, re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")

@@ -1,0 +1,219 @@
+"""The service: an entry of ``episodes`` becomes a sample of several turns.
+
+::
+
+    episodes ──▶ Worker ──▶ Episodes.handle ──▶ driver.play(Episode) ──▶ RolloutGroup of one sample ──▶ rollouts
+                                                     └── draw ──▶ Replicas ──▶ a rollout replica
+
+An episode whose environment, tools or agent could not work is redone, and its group is buried after the last attempt. A
+killed process loses the episodes that it played, which another replica takes over.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import secrets
+import time
+from collections.abc import AsyncIterator
+from typing import Protocol
+
+import numpy as np
+from prometheus_client import Counter, Gauge
+
+from penstock.services.episodes.answers import AnswerParser
+from penstock.services.episodes.drivers.hosts import Hosts
+from penstock.services.episodes.drivers.loop import ToolLoop
+from penstock.services.episodes.episode import Episode, Limits
+from penstock.services.episodes.renderer import Renderer
+from penstock.services.episodes.replicas import Replicas
+from penstock.shared.bus import streams
+from penstock.shared.bus.assembly import bare
+from penstock.shared.bus.messages import Ended, Int32Array, PolicyVersion, Prompt, RolloutGroup, Sampling
+from penstock.shared.bus.stores.run.functions import episode_functions, note_functions
+from penstock.shared.bus.worker import Worker
+from penstock.shared.errors import PermanentError, SettingsError, TemporaryError
+from penstock.shared.files.source import digest
+from penstock.shared.model.context import own_context, read_config
+from penstock.shared.model.tokenizer import Tokenizer, open_tokenizer
+from penstock.shared.peers.turns import DrawnTurn, TurnRequest
+from penstock.shared.process.service import Context, serve
+from penstock.shared.process.telemetry import HandlerFailures, tell, tell_changed
+from penstock.shared.settings import Settings
+
+ENDED = Counter("penstock_episodes_ended_total", "Episodes by how they ended.", ["reason"])
+for _ended in Ended:
+    ENDED.labels(_ended.value)
+TURNS = Counter("penstock_episodes_turns_total", "Answers of the policy in episodes that ended.")
+RUNNING = Gauge("penstock_episodes_running", "Episodes that this process plays.")
+_UNKNOWN_CONTEXT = 1 << 30
+
+
+class Driver(Protocol):
+    async def play(self, episode: Episode) -> float | None:
+        """Play an episode to its end; return the reward that its environment or agent gave. Raises TemporaryError."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Policy:
+    """What turns messages into tokens and back."""
+
+    renderer: Renderer
+    parser: AnswerParser
+    context_tokens: int
+
+    @classmethod
+    def of(cls, settings: Settings, tokenizer: Tokenizer) -> "Policy":
+        """Raises SettingsError: the chat template cannot be used."""
+        renderer = Renderer(tokenizer, settings.data.chat_template)
+        markers = settings.reward.reasoning_markers if renderer.writes_reasoning else {}
+        return cls(renderer, AnswerParser(tokenizer, markers), context_tokens(settings))
+
+
+def context_tokens(settings: Settings) -> int:
+    """Return the most tokens of a turn with all before it: of the model's context, and of a row of training."""
+    context = settings.rollout.vllm.max_model_len or own_context(read_config(settings.policy.model)) or _UNKNOWN_CONTEXT
+    return min(context, settings.trainer.micro_batch_tokens)
+
+
+class Episodes:
+    """The handler of entries."""
+
+    def __init__(self, settings: Settings, policy: Policy, replicas: Replicas, driver: Driver, replica: str) -> None:
+        self._settings, self._policy, self._replicas = settings.episodes, policy, replicas
+        self._driver, self._replica = driver, replica
+
+    async def handle(self, prompt: Prompt) -> RolloutGroup:
+        """Play an episode. Raises TemporaryError, or PermanentError: it can never be played."""
+        if prompt.environment != self._settings.name or prompt.sample is None:
+            raise PermanentError(
+                f"expected a sample of the environment {self._settings.name!r}, found one of {prompt.environment[:200]!r}: "
+                "change [episodes]"
+            )
+        started_at_s = time.time()
+        limits = Limits(self._settings.max_turns, self._policy.context_tokens, self._settings.deadline_s)
+        drawing = Drawing(prompt, self._replicas)
+        episode = Episode(prompt, self._policy.renderer, self._policy.parser, drawing.draw, limits)
+        with RUNNING.track_inprogress():
+            reward = await self._driver.play(episode)
+        if not episode.turns:
+            raise TemporaryError(f"the policy had no turn: the episode ended by its {episode.ended.value}")
+        ENDED.labels(episode.ended.value).inc()
+        TURNS.inc(episode.turns)
+        return RolloutGroup(
+            prompt=bare(prompt),
+            prompt_token_ids=np.zeros(0, dtype=np.int32),
+            samples=(episode.sample(reward),),
+            replica=self._replica,
+            started_at_s=started_at_s,
+            finished_at_s=time.time(),
+        )
+
+
+class Drawing:
+    """Draws the turns of one episode; the draws of an attempt differ from those of an earlier one."""
+
+    def __init__(self, prompt: Prompt, replicas: Replicas) -> None:
+        self._prompt, self._replicas = prompt, replicas
+        self._attempt = secrets.randbelow(1 << 20) << 16
+        self._salt: PolicyVersion | None = None
+        self._last = ""
+
+    async def draw(self, token_ids: Int32Array, sampling: Sampling, number: int) -> DrawnTurn:
+        """Draw a turn where the last one was, at the version of the first or a newer one."""
+        if self._salt is None:
+            self._salt = max(self._replicas.newest, self._prompt.min_version)
+        prompt = dataclasses.replace(bare(self._prompt), sampling=sampling, min_version=self._salt)
+        request = TurnRequest(prompt, token_ids, self._attempt + number, self._salt)
+        drawn, self._last = await self._replicas.draw(request, self._last)
+        return drawn
+
+
+async def run(settings: Settings, replica: str) -> None:
+    """Serve until SIGTERM."""
+    if not settings.episodes.is_on:
+        raise SettingsError(
+            "expected episodes.environment, episodes.tools or episodes.agent for this service, found none: set one of them"
+        )
+    async with serve(settings, "episodes", replica) as context, contextlib.AsyncExitStack() as around:
+        context.status.start.begin("loading the tokenizer")
+        tokenizer = await asyncio.to_thread(open_tokenizer, settings.policy)
+        policy = await asyncio.to_thread(Policy.of, settings, tokenizer)
+        await _tell_branching(context, policy.renderer)
+        context.status.start.begin(f"loading {settings.episodes.name}")
+        hosts = Hosts(settings.episodes)
+        around.push_async_callback(hosts.close)
+        await hosts.open()
+        await _note_functions(context)
+        replicas = Replicas(context.bus, context.secret)
+        async with _driver(context, hosts, policy.context_tokens) as driver:
+            await work(context, Episodes(settings, policy, replicas, driver, replica), replicas)
+
+
+@contextlib.asynccontextmanager
+async def _driver(context: Context, hosts: Hosts, tokens: int) -> AsyncIterator[Driver]:
+    """Yield what plays episodes; with an agent, the endpoint is open during the body."""
+    settings, answer_field = context.settings, context.settings.data.answer_field
+    if not settings.episodes.agent:
+        yield ToolLoop(settings.episodes, hosts, answer_field)
+        return
+    from penstock.services.episodes.drivers.agent import AgentPlayer
+    from penstock.services.episodes.http.gateway import Gateway
+
+    gateway = Gateway(settings.episodes.listen, context.secret, settings.policy.model, tokens)
+    async with asyncio.TaskGroup() as tasks:
+        serving = tasks.create_task(gateway.run())
+        try:
+            yield AgentPlayer(settings.episodes, hosts, gateway, answer_field)
+        finally:
+            serving.cancel()
+
+
+async def _note_functions(context: Context) -> None:
+    """Report the user's source files that are others than those of earlier versions."""
+    named = episode_functions(context.settings)
+    digests = {name: await asyncio.to_thread(digest, reference) for name, reference in named.items()}
+    await tell_changed(context.bus, context.replica, await note_functions(context.bus, digests))
+
+
+async def _tell_branching(context: Context, renderer: Renderer) -> None:
+    """Say once where the chat template makes every turn a branch, which costs computation."""
+    for role in await asyncio.to_thread(renderer.branching):
+        words = (
+            f"the chat template writes earlier messages otherwise after a {role}'s message: each turn after one is a branch, whose "
+            "history is computed again"
+        )
+        await tell(context.bus, context.replica, "histories branch", words, role=role)
+
+
+async def work(context: Context, episodes: Episodes, replicas: Replicas) -> None:
+    """Take entries until the service is stopped."""
+    failures = HandlerFailures("episodes", context.bus, context.replica, context.status)
+    worker = Worker(
+        context.bus,
+        context.replica,
+        streams.EPISODES,
+        Prompt,
+        streams.ROLLOUTS,
+        episodes.handle,
+        context.settings.episodes.max_episodes,
+        context.patience,
+        context.cordon.taking,
+        bug=failures.note,
+        unit=1,
+    )
+    context.status.start.end()
+    async with asyncio.TaskGroup() as tasks:
+        around = [tasks.create_task(replicas.run()), tasks.create_task(_report(context, worker))]
+        await worker.run(context.stop)
+        context.status.state = "stopping"
+        for task in around:
+            task.cancel()
+
+
+async def _report(context: Context, worker: Worker[Prompt, RolloutGroup]) -> None:
+    while True:
+        context.status.values["held"] = float(worker.held)
+        context.status.last_error = worker.counts.last_error
+        if not context.stop.is_set():
+            context.status.state = "working" if worker.held else "waiting"
+        await asyncio.sleep(context.settings.internal.heartbeat_s)

@@ -1,0 +1,147 @@
+"""Draw turns of episodes, which their service asks for as token ids over connections of its own (``penstock.shared.peers.turns``)."""
+
+import asyncio
+import logging
+import socket
+from collections.abc import Coroutine
+from typing import Any
+
+import numpy as np
+
+from penstock.services.rollout.engines.engine import Engine, GenerationRequest
+from penstock.services.rollout.engines.prompts import Codec
+from penstock.services.rollout.engines.stop_texts import StopTexts
+from penstock.services.rollout.eval_priority import Precedence
+from penstock.shared.bus.worker import ENDS_PROCESS
+from penstock.shared.errors import PeerError, PermanentError
+from penstock.shared.peers import frames
+from penstock.shared.peers.addresses import listen
+from penstock.shared.peers.handshake import Newcomers, admit_async
+from penstock.shared.peers.keep_alive import keep_alive
+from penstock.shared.peers.turns import DrawnTurn, TurnRequest, read_request
+from penstock.shared.process.service import Context
+from penstock.shared.weights.transport.sockets import reachable
+
+log = logging.getLogger(__name__)
+
+_STRANGERS = 64
+_HANDSHAKE_S = 10.0
+
+
+class TurnListener:
+    """One replica's; it sets ``status.turns`` to its address. Raises SettingsError."""
+
+    def __init__(self, context: Context, engine: Engine, codec: Codec, precedence: Precedence) -> None:
+        self._settings = context.settings
+        self._secret = context.secret
+        self._taking = context.cordon.taking
+        self._engine, self._codec, self._precedence = engine, codec, precedence
+        self._listener = listen(context.host, 0, "run.host")
+        self._strangers = Newcomers(_STRANGERS)
+        self._running = 0
+        context.status.turns = f"{reachable(context.host)}:{self._listener.getsockname()[1]}"
+
+    async def run(self) -> None:
+        """Serve until cancelled. Raises what ends the process, such as a dead engine."""
+        broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        connections: set[asyncio.Task[None]] = set()
+
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            task = asyncio.current_task()
+            assert task is not None
+            connections.add(task)
+            try:
+                await self._serve(reader, writer)
+            except asyncio.CancelledError:
+                return  # asyncio reports handlers that were cancelled as errors
+            except ENDS_PROCESS as error:
+                if not broken.done():
+                    broken.set_exception(error)
+            except (PeerError, OSError, TimeoutError) as error:
+                log.debug("a connection for turns ended", extra={"reason": str(error)})
+            except Exception:
+                log.exception("a connection for turns broke")
+            finally:
+                connections.discard(task)
+                writer.close()
+
+        server = await asyncio.start_server(serve, sock=self._listener)
+        try:
+            await broken
+        finally:
+            server.close()
+            for task in connections:
+                task.cancel()
+            await asyncio.gather(*connections, return_exceptions=True)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connection: socket.socket = writer.get_extra_info("socket")
+        keep_alive(connection)
+        self._strangers.enter(writer, writer.close)
+        try:
+            async with asyncio.timeout(_HANDSHAKE_S):
+                await admit_async(reader, writer, self._secret())
+        finally:
+            self._strangers.leave(writer)
+        asked = asyncio.create_task(frames.receive_async(reader))
+        try:
+            while True:
+                request = read_request(await asked)
+                asked = asyncio.create_task(frames.receive_async(reader))
+                answer = await _unless(asked, self._answer(request))
+                writer.write(frames.pack({**answer, "running": self._running}))
+                await writer.drain()
+        finally:
+            asked.cancel()
+            await asyncio.gather(asked, return_exceptions=True)
+
+    async def _answer(self, request: TurnRequest) -> frames.Frame:
+        version, least = self._engine.version, request.prompt.min_version
+        if version is None or version < least or not self._taking.is_set():
+            return {"not_here": f"this replica holds version {version}, of {least} at least"}
+        self._running += 1
+        self._precedence.begin(1)
+        try:
+            return await self._draw(request)
+        except PermanentError as error:
+            return {"refused": str(error)}
+        finally:
+            self._running -= 1
+            await self._precedence.end(1)
+
+    async def _draw(self, request: TurnRequest) -> frames.Frame:
+        prompt, version = request.prompt, self._engine.version
+        is_fresh = version is not None and 0 <= version - request.salt <= self._settings.algorithm.max_lag
+        keeps = is_fresh and self._settings.weights.kv == "keep"
+        sampling = prompt.sampling
+        words = [self._settings.run.seed, prompt.group_id, prompt.sample or 0, request.number, prompt.requeues]
+        asked = GenerationRequest(
+            request.token_ids,
+            sampling,
+            int(np.random.SeedSequence(words).generate_state(1, np.uint64)[0]),
+            StopTexts(self._codec.decode, sampling.stop, sampling.min_new_tokens) if sampling.stop else None,
+            request.salt if keeps else None,
+        )
+        (drawn,) = (await self._engine.generate(asked)).samples
+        turn = DrawnTurn(
+            np.ascontiguousarray(drawn.token_ids, np.int32),
+            np.ascontiguousarray(drawn.behavior_logprobs, np.float32),
+            np.ascontiguousarray(drawn.version_spans, np.int32),
+            drawn.finish_reason,
+            np.ascontiguousarray(drawn.support_sizes, np.int32),
+            np.ascontiguousarray(drawn.support_ids, np.int32),
+        )
+        return turn.frame()
+
+
+async def _unless(closing: "asyncio.Task[frames.Frame]", work: Coroutine[Any, Any, frames.Frame]) -> frames.Frame:
+    """Return what ``work`` does, unless the peer leaves, or sends more, before. Raises PeerError."""
+    working: asyncio.Task[frames.Frame] = asyncio.create_task(work)
+    try:
+        await asyncio.wait([working, closing], return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise closing.exception() or PeerError("the peer asked for two turns at a time on one connection")
+        return working.result()
+    finally:
+        working.cancel()
+        await asyncio.gather(working, return_exceptions=True)

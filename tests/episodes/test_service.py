@@ -1,0 +1,325 @@
+"""Laws of the episodes service: a real bus, a real replica's sockets, real processes of users' code; a scripted policy."""
+
+import asyncio
+import dataclasses
+import os
+import random
+import re
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.services.episodes.drivers.agent import AgentPlayer
+from penstock.services.episodes.drivers.hosts import Hosts
+from penstock.services.episodes.drivers.loop import ToolLoop
+from penstock.services.episodes.http.gateway import Gateway
+from penstock.services.episodes.replicas import Replicas
+from penstock.services.episodes.service import Episodes, Policy, work
+from penstock.services.rollout.engines.prompts import CharacterCodec
+from penstock.services.rollout.engines.scripted import ScriptedEngine
+from penstock.services.rollout.service import Rollout
+from penstock.shared.bus import streams
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.messages import Ended, PolicyVersion, Prompt, RolloutGroup
+from penstock.shared.bus.stores.policy.ledger import Ledger
+from penstock.shared.errors import PeerError, SettingsError
+from penstock.shared.peers import frames
+from penstock.shared.peers.handshake import introduce
+from penstock.shared.process.telemetry import Presence, Status
+from penstock.shared.settings import Settings
+from penstock.shared.weights.receiver.puller import Puller
+from tests.conftest import PATIENCE_S, until
+from tests.rollout.test_service import announce
+from tests.support import builders, replicas, weights
+from tests.support.chat_tokenizers import characters
+from tests.support.raw_redis import raw
+
+GUESS = "tests.support.guessing:Guess"
+TROUBLE = "tests.support.guessing:Trouble"
+
+
+def binary_search(prompt: str, version: PolicyVersion, lot: random.Random) -> tuple[str, float]:
+    """Guess by the hints so far; say the end once it was right."""
+    low, high = 0, 15
+    tries = re.findall(r'"number": ?(\d+)\}.*?t:([<>=])', prompt)
+    for number, hint in tries:
+        low, high = (low, int(number) - 1) if hint == "<" else (int(number) + 1, high)
+    if tries and tries[-1][1] == "=":
+        return "done", 0.5
+    return f'<tool_call>{{"name": "guess",  "arguments": {{"number":{(low + high) // 2}}}}}</tool_call>', 0.5
+
+
+def settings(**changes: Any) -> Settings:
+    episodes = {"environment": GUESS, "max_turns": 6, "setup_s": PATIENCE_S, "tool_s": PATIENCE_S, **changes}
+    return Settings.model_validate(
+        {
+            "episodes": episodes,
+            "sampling": {"group_size": 2, "max_new_tokens": 80},
+            "weights": {"deadline_s": PATIENCE_S},
+            "bus": {"drain_s": 0.2},
+            "internal": {"claim_after_s": 0.6, "max_attempts": 3, "heartbeat_s": 0.05},
+            "reward": {"scorers": [{"kind": "environment"}]} if "tools" not in changes else {},
+        }
+    )
+
+
+class Player:
+    """A rollout replica and the episodes service in this process, over real sockets and a real bus."""
+
+    def __init__(self, bus: Bus, made: Settings, script: Any = binary_search) -> None:
+        self.bus, self.settings = bus, made
+        self.script, self.pause = script, None
+        self.hosts = Hosts(made.episodes)
+        self.tasks: list[asyncio.Task[Any]] = []
+        self.contexts: list[Any] = []
+
+    async def start_replica(self, name: str = "rollout-0") -> asyncio.Task[Any]:
+        context = replicas.context(self.settings, self.bus, name, Status())
+        await context.secret.refresh()
+        engine = ScriptedEngine(self.script, receive=weights.receiving(), pause=self.pause)
+        puller = Puller(engine.place, engine.ranks, PATIENCE_S, weights.secret)
+        rollout = Rollout(context, engine, CharacterCodec(), puller, replicas.own_device(context))
+        task = asyncio.create_task(rollout.run(context.stop, 0.05))
+        beats = Presence(self.bus, "rollout", name, 0.05, context.status)
+        self.tasks += [task, asyncio.create_task(beats.run(asyncio.Event()))]
+        self.contexts.append(context)
+        return task
+
+    async def start(self) -> None:
+        await self.hosts.open()
+        await self.start_replica()
+        context = dataclasses.replace(
+            replicas.context(self.settings, self.bus, "episodes-0", Status()), service="episodes"
+        )
+        await context.secret.refresh()
+        known = Replicas(self.bus, context.secret)
+        policy = Policy.of(self.settings, characters())
+        driver: Any = ToolLoop(self.settings.episodes, self.hosts, "answer")
+        if self.settings.episodes.agent:
+            gateway = Gateway("127.0.0.1:0", context.secret, "policy", policy.context_tokens)
+            self.tasks.append(asyncio.create_task(gateway.run()))
+            driver = AgentPlayer(self.settings.episodes, self.hosts, gateway, "answer")
+        made = Episodes(self.settings, policy, known, driver, "episodes-0")
+        self.tasks.append(asyncio.create_task(work(context, made, known)))
+        self.contexts.append(context)
+
+    async def end(self) -> None:
+        for context in self.contexts:
+            context.stop.set()
+        for task in self.tasks:
+            task.cancel()
+        await asyncio.gather(*self.tasks, return_exceptions=True)
+        await self.hosts.close()
+
+    async def admit(self, *secrets: int) -> None:
+        await raw(self.bus).hset(self.bus.keys.named("run"), mapping={"state": "running", "newest_version": 3})
+        prompts = [self.prompt(group, secret) for group, secret in enumerate(secrets)]
+        assert await Ledger(self.bus).admit(prompts, 100, 10, 100, PolicyVersion(3)) == len(secrets)
+
+    def prompt(self, group: int, secret: int) -> Prompt:
+        made = builders.prompt(group, f"guess, row {group}", min_version=3)
+        sampling = dataclasses.replace(made.sampling, max_new_tokens=80)
+        return dataclasses.replace(
+            made, extra={"secret": secret}, sampling=sampling, environment=self.settings.episodes.name
+        )
+
+    async def groups(self, count: int) -> list[RolloutGroup]:
+        taken: list[RolloutGroup] = []
+        async with asyncio.timeout(PATIENCE_S):
+            while len(taken) < count:
+                entries = await self.bus.read(streams.ROLLOUTS, RolloutGroup, "test", 10, 1.0)
+                taken += [entry.message() for entry in entries]
+        return sorted(taken, key=lambda group: group.group_id)
+
+
+@pytest.fixture
+async def playing(bus: Bus, tmp_path: Path) -> AsyncIterator[Any]:
+    players: list[Player] = []
+
+    async def begin(script: Any = binary_search, pause: Any = None, **changes: Any) -> Player:
+        player = Player(bus, settings(**changes), script)
+        player.pause = pause
+        players.append(player)
+        await announce(bus, tmp_path, 3)
+        await player.start()
+        return player
+
+    yield begin
+    for player in players:
+        await player.end()
+
+
+async def test_an_entry_becomes_a_sample_of_several_turns_with_its_environments_reward(playing: Any) -> None:
+    player = await playing()
+    await player.admit(5, 14)
+    first, second = await player.groups(2)
+    assert len(first.samples) == len(second.samples) == 2
+    assert first.prompt_token_ids.tolist() == []
+    for group in (first, second):
+        for sample in group.samples:
+            assert (sample.environment_reward, sample.ended, sample.versions) == (1.0, Ended.STOP, {3})
+            assert sample.segments[:, 2].tolist() == [0, 1] * (len(sample.segments) // 2)
+    text = characters().decode(second.samples[0].token_ids)
+    assert text.startswith("t:1<eos>u:guess, row 1 (a number)<eos>a:<tool_call>")
+    assert [hint for _, hint in re.findall(r'"number":(\d+)\}.*?t:([<>=])', text)] == [">", ">", ">"]
+    assert await player.bus.length(streams.EPISODES) == 0
+
+
+WRITTEN = (
+    ("I do not know", Ended.STOP),
+    ('<tool_call>{"name": "guess", "arguments": {"number": 0}}</tool_call>', Ended.TURNS),
+    ('<tool_call>{"name": "reset", "arguments": {"secret": 0}}</tool_call>', Ended.TURNS),
+    ('<tool_call>{"name": "guess", "arguments": "[[]]"}</tool_call>', Ended.STOP),
+    ('<tool_call>{"name": "guess", "arguments": "{\\"number\\": 1}"}</tool_call>', Ended.TURNS),
+    ('<tool_call>{"name": "\\ud800", "arguments": {"\\udfff": "\\ud800"}}</tool_call>', Ended.TURNS),
+    ('<tool_call>{"name": "guess", "arguments": [[]]}</tool_call>', Ended.STOP),
+    ('{"name": "guess", "arguments": {"nothing": NaN}}', Ended.STOP),
+    ("x" * 200, Ended.LENGTH),
+)
+
+
+async def test_whatever_the_policy_writes_its_episode_ends_and_is_scored(playing: Any) -> None:
+    def script(prompt: str, *_: Any) -> tuple[str, float]:
+        (place,) = re.findall(r"row (\d+)", prompt)
+        return WRITTEN[int(place)][0], 0.5
+
+    player = await playing(script, max_turns=2)
+    await player.admit(*[7] * len(WRITTEN))
+    groups = await player.groups(len(WRITTEN))
+    ends = [{(sample.ended, sample.environment_reward) for sample in group.samples} for group in groups]
+    assert ends == [{(ended, 0.0)} for _, ended in WRITTEN]
+
+
+async def buried(player: Player, count: int) -> dict[int, str]:
+    """The reasons of dead letters by group, once there are ``count``."""
+
+    async def is_whole() -> bool:
+        return await player.bus.length(streams.EPISODES.dead) == count
+
+    await until(is_whole)
+    rows = await player.bus.xrange(streams.EPISODES.dead)
+    return {int(fields[b"id"]): fields[b"reason"].decode() for _, fields in rows}
+
+
+async def test_an_environment_that_cannot_work_costs_its_group_and_no_other(playing: Any) -> None:
+    player = await playing(environment=TROUBLE)
+    await player.admit(-2, -3, -5, 5)
+    (group,) = await player.groups(1)
+    assert (group.group_id, {sample.environment_reward for sample in group.samples}) == (3, {1.0})
+    reasons = await buried(player, 3)
+    assert "the process of tests.support.guessing:Trouble died" in reasons[0]
+    assert "ConnectionError: no sandbox is free" in reasons[1]
+    assert "expected a finite reward, found nan" in reasons[2]
+
+
+async def test_an_environment_that_hangs_is_killed(playing: Any) -> None:
+    player = await playing(environment=TROUBLE, tool_s=1.0)
+    await player.admit(-1)
+    assert "did not answer `call` within 1 s (episodes.tool_s)" in (await buried(player, 1))[0]
+
+
+async def test_what_a_tool_raises_is_its_answer(playing: Any) -> None:
+    player = await playing(environment=TROUBLE, max_turns=2)
+    await player.admit(-4)
+    (group,) = await player.groups(1)
+    assert "t:ValueError: only even numbers" in characters().decode(group.samples[0].token_ids)
+
+
+async def test_tools_alone_are_called_and_give_no_reward(playing: Any) -> None:
+    def script(prompt: str, *_: Any) -> tuple[str, float]:
+        call = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 22}}</tool_call>'
+        return ("23" if "t:23" in prompt else call), 0.5
+
+    player = await playing(script, environment="", tools=("tests.support.guessing:add",))
+    await player.admit(1)
+    (group,) = await player.groups(1)
+    assert {(sample.text, sample.environment_reward) for sample in group.samples} == {("23", None)}
+
+
+async def test_a_killed_process_of_the_users_code_costs_its_episodes_an_attempt(playing: Any) -> None:
+    pauses = asyncio.Event()
+    player = await playing(pause=pauses.wait)
+    await player.admit(5)
+    await until(lambda: player.contexts[0].status.turns and player.hosts._hosts[0].free != {0, 1, 2, 3})
+    os.killpg(player.hosts._hosts[0]._process.pid, signal.SIGKILL)
+    pauses.set()
+    (group,) = await player.groups(1)
+    assert {sample.environment_reward for sample in group.samples} == {1.0}
+
+
+async def test_a_turn_is_drawn_elsewhere_when_its_replica_dies(playing: Any) -> None:
+    pauses = asyncio.Event()
+    player = await playing(pause=pauses.wait)
+    await player.admit(5)
+    await until(lambda: player.contexts[0].status.turns)
+    await player.start_replica("rollout-1")
+    player.tasks[0].cancel()
+    pauses.set()
+    (group,) = await player.groups(1)
+    assert {sample.environment_reward for sample in group.samples} == {1.0}
+
+
+@pytest.mark.parametrize("name", ["openai_agent", "responses_agent", "anthropic_agent"])
+async def test_an_agent_with_an_unmodified_sdk_trains_on_the_tokens_that_were_drawn(playing: Any, name: str) -> None:
+    player = await playing(environment="", agent=f"tests.support.guessing:{name}")
+    await player.admit(5)
+    (group,) = await player.groups(1)
+    for sample in group.samples:
+        assert (sample.environment_reward, sample.ended) == (1.0, Ended.AGENT)
+        assert sample.segments[:, 1].tolist() == list(range(-1, len(sample.segments) - 1)), "its turns are one path"
+        assert len(sample.segments) >= 6
+
+
+async def test_the_endpoint_refuses_what_it_cannot_do_and_draws_a_retry_once(playing: Any) -> None:
+    def script(prompt: str, version: PolicyVersion, lot: random.Random) -> tuple[str, float]:
+        return f"{lot.randrange(10**9):09}", 0.5
+
+    player = await playing(script, environment="", agent="tests.support.guessing:hostile_agent")
+    await player.admit(5)
+    (group,) = await player.groups(1)
+    assert [sample.environment_reward for sample in group.samples] == [1.0, 1.0]
+    assert {int(sample.segments[:, 2].sum()) for sample in group.samples} == {3}
+
+
+async def test_strangers_at_a_replicas_port_for_turns_neither_draw_nor_end_it(playing: Any) -> None:
+    player = await playing()
+    await until(lambda: player.contexts[0].status.turns)
+    host, _, port = player.contexts[0].status.turns.rpartition(":")
+
+    async def knock(content: bytes, secret: bytes = b"") -> bytes:
+        reader, writer = await asyncio.open_connection(host, int(port))
+        try:
+            if secret:
+                await introduce(reader, writer, secret)
+            writer.write(content)
+            await writer.drain()
+            return await asyncio.wait_for(reader.read(), PATIENCE_S)
+        except (PeerError, ConnectionError):
+            return b""
+        finally:
+            writer.close()
+
+    secret = player.contexts[0].secret()
+    assert await knock(frames.pack({"token_ids": b"1234"}), b"another run's") == b""
+    for content in (b"\xff" * 100, frames.pack({"challenge": b"x" * 32, "proof": b"y" * 32})):
+        assert b"token_ids" not in await knock(content)
+    for frame in ({}, {"prompt": b"x", "token_ids": b"123", "number": 0, "salt": 0}, {"prompt": 1, "number": "x"}):
+        assert await knock(frames.pack(frame), secret) == b"", "what is no turn closes the connection"
+    await player.admit(5)
+    (group,) = await player.groups(1)
+    assert {sample.environment_reward for sample in group.samples} == {1.0}
+
+
+async def test_code_that_cannot_be_used_is_refused_with_its_reason() -> None:
+    for name, reason in (
+        ("tests.support.guessing:Nothing", "AttributeError"),
+        ("tests.support.guessing:add", "expected a method reset"),
+        ("tests.support.guessing:Silent", "a tool needs typed arguments and a docstring"),
+    ):
+        hosts = Hosts(settings(environment=name).episodes)
+        with pytest.raises(SettingsError, match=reason):
+            await hosts.open()
+        await hosts.close()
