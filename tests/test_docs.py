@@ -297,6 +297,31 @@ def test_flags_that_the_documents_name_are_settings() -> None:
     assert [flag for flag in sorted(named) if flag[1] not in keys] == []
 
 
+def test_settings_that_the_documents_name_exist() -> None:
+    keys = {entry.key for entry in entries()}
+    tables, files = {key.partition(".")[0] for key in keys}, (".py", ".md", ".toml", ".json", ".jsonl", ".yaml", ".log")
+    pages = [page for page in PAGES if page.name not in ("kubernetes.md", "index.md")]  # values of the chart; the past
+    named = {(name_of(page), name) for page in pages for name in re.findall(r"`(\w+(?:\.\w+)+)[` ]", page.read_text())}
+    named = {(page, name) for page, name in named if name.partition(".")[0] in tables and not name.endswith(files)}
+    assert len(named) > 100
+    assert [
+        hit for hit in sorted(named)
+        if not any(f"{key}.".startswith(f"{hit[1]}.") or hit[1].startswith(f"{key}.") for key in keys)
+    ] == []  # fmt: skip
+
+
+def test_modules_that_the_documents_run_exist() -> None:
+    pattern = r"python -m ((?:penstock|benchmarks|examples)(?:\.\w+)+)(?![.\w])"
+    pages = [page for page in [*PAGES, *EXAMPLES] if page.name != "index.md"]  # the journal names removed ones
+    named = {name for page in pages for name in re.findall(pattern, page.read_text())}
+    paths = {name: ROOT / name.replace(".", "/") for name in named}
+    assert len(paths) > 20
+    assert [
+        name for name, path in sorted(paths.items())
+        if not path.with_suffix(".py").exists() and not (path / "__main__.py").exists()
+    ] == []  # fmt: skip
+
+
 def test_requests_that_the_documents_name_are_of_the_api() -> None:
     paths = json.loads((ROOT / "docs/openapi.json").read_text(encoding="utf-8"))["paths"]
     known = [f"{method.upper()} {re.sub('{[^}]+}', '[^/]+', path)}" for path in paths for method in paths[path]]
