@@ -13,7 +13,6 @@ from pydantic import Field, model_validator
 from penstock.shared.errors import SettingsError
 from penstock.shared.expression import Expression
 from penstock.shared.settings.algorithm import AlgorithmSettings
-from penstock.shared.settings.episodes import EpisodesSettings
 from penstock.shared.settings.evaluation import EvaluationSettings
 from penstock.shared.settings.guards import GuardsSettings
 from penstock.shared.settings.internal import InternalSettings
@@ -21,7 +20,7 @@ from penstock.shared.settings.placement import PlacementSettings, check_placemen
 from penstock.shared.settings.policy import FabricSettings, PolicySettings, WeightsSettings
 from penstock.shared.settings.rewards.models import ModelWork
 from penstock.shared.settings.rewards.reward import RewardSettings
-from penstock.shared.settings.rollout import RolloutSettings, SamplingSettings
+from penstock.shared.settings.rollout import EpisodesSettings, RolloutSettings, SamplingSettings
 from penstock.shared.settings.run import (
     BusSettings,
     CoordinatorSettings,

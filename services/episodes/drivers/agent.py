@@ -5,7 +5,7 @@ from penstock.services.episodes.drivers.loop import row_of
 from penstock.services.episodes.episode import Episode
 from penstock.services.episodes.http.gateway import Gateway
 from penstock.shared.bus.messages import Ended
-from penstock.shared.settings.episodes import EpisodesSettings
+from penstock.shared.settings.rollout import EpisodesSettings
 
 
 class AgentPlayer:

@@ -18,7 +18,7 @@ from prometheus_client import Counter
 from penstock.shared.errors import NotHere, SettingsError, TemporaryError
 from penstock.shared.process.children import kill_group, reap
 from penstock.shared.process.parent import FOR_PYTHON
-from penstock.shared.settings.episodes import EpisodesSettings
+from penstock.shared.settings.rollout import EpisodesSettings
 
 LOST = Counter(
     "penstock_episodes_hosts_lost_total", "Processes of users' code that ended: overdue, or died.", ["cause"]

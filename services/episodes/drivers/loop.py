@@ -12,7 +12,7 @@ from penstock.services.episodes.episode import Episode, EpisodeOver
 from penstock.services.episodes.messages import Message, ToolCall
 from penstock.shared.bus.messages import Ended, FinishReason, Prompt
 from penstock.shared.errors import PermanentError, TemporaryError
-from penstock.shared.settings.episodes import EpisodesSettings
+from penstock.shared.settings.rollout import EpisodesSettings
 
 log = logging.getLogger(__name__)
 
