@@ -531,16 +531,14 @@ def test_a_resume_that_would_be_another_run_is_refused_in_a_sentence_and_changes
 @pytest.mark.parametrize(
     ("command", "path"), [("policies", "/v1/policies"), ("services", "/v1/services"), ("dead", "/v1/dead-letters")]
 )
-def test_a_list_is_a_command_of_its_own_and_what_its_group_does_alone(
+def test_a_list_is_what_its_group_does_alone(
     coordinator: Coordinator, command: str, path: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    shown = []
-    for words in ([command, "list"], [command]):
-        assert main([*words, "--url", coordinator.url, "--json"]) == 0
-        shown.append(capsys.readouterr().out)
-    assert json.loads(shown[0]) == SERVICES["services"]
-    assert shown[0] == shown[1]
-    assert [asked.partition("?")[0] for asked in coordinator.read] == [path, path]
+    assert main([command, "--url", coordinator.url, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == SERVICES["services"]
+    assert [asked.partition("?")[0] for asked in coordinator.read] == [path]
+    assert main([command, "list"]) == 2
+    assert f"use `penstock {command}`" in capsys.readouterr().err
 
 
 def test_status_shows_the_newest_events_oldest_first(

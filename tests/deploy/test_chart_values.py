@@ -165,13 +165,11 @@ def test_one_pod_has_each_gpu_that_trainer_and_replicas_share_once() -> None:
 @pytest.mark.parametrize(("model", "mode"), [("0.5b", "separate"), ("7b", "shared")])
 def test_the_chart_takes_a_layout_that_shares_gpus_as_the_plan_writes_it(model: str, mode: str, tmp_path: Path) -> None:
     (tmp_path / "in.toml").write_text("[sampling]\nmax_new_tokens = 512\n[rollout]\nmax_groups = 64\n")
-    assert (
-        main(["plan", str(tmp_path / "in.toml"), "--model", model, "--gpus", "1xH200", "--write", str(tmp_path)]) == 0
-    )
-    written = load(tmp_path / "run.toml", environment={})
+    run = tmp_path / "run.toml"
+    assert main(["plan", str(tmp_path / "in.toml"), "--model", model, "--gpus", "1xH200", "--write", str(run)]) == 0
+    written = load(run, environment={})
     assert (written.placement.mode, written.gpu_sharing != "") == (mode, True)
-    chosen = json.loads((tmp_path / "values.json").read_text())
-    release = render(values(**merged(chosen, {"run": {"config": (tmp_path / "run.toml").read_text()}})))
+    (release,) = play_all([[in_one_pod(run.read_text(), 1)]], version=NEWEST, crds=None)[0]
     (container,) = template_of(release.workload("pod"))["spec"]["containers"]
     assert container["resources"]["limits"][GPU] == 1
 

@@ -53,7 +53,7 @@ def job_sets(helm: None) -> Mapping[str, Sequence[Release]]:
         "upgraded": [
             values(),
             values(coordinator={"replicas": 1}),
-            values(image={"tag": "0.2.0"}),
+            values(image={"tag": "0.2.1"}),
             of(nodes=1, run={"maxRestarts": 7}),
         ],
         "queued": [of(kueue={"queue": "research", "priorityClass": "high"})],
