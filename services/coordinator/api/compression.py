@@ -12,6 +12,12 @@ _LEAST_BYTES, _LEVEL = 1000, 5
 class Compressed(GZipMiddleware):
     def __init__(self, app: ASGIApp) -> None:
         super().__init__(_Tagged(app), minimum_size=_LEAST_BYTES, compresslevel=_LEVEL)
+        self._plain = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers to commands stay plain: they are kept, for clients that may read another encoding."""
+        reads = scope["type"] == "http" and scope["method"] == "GET"
+        await (super().__call__(scope, receive, send) if reads else self._plain(scope, receive, send))
 
 
 class _Tagged:
@@ -21,9 +27,6 @@ class _Tagged:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] != "GET":
-            await self._app(scope, receive, send)
-            return
         known = Headers(scope=scope).get("if-none-match", "")
         start: Message = {}
 

@@ -41,6 +41,7 @@ from penstock.services.trainer.algorithm.group_filter import Filter
 from penstock.services.trainer.batch.staleness import Granularity, are_long, find_contexts, is_fenced, without_long
 from penstock.services.trainer.metrics import LEFT
 from penstock.shared.bus.assembly import part_of_group
+from penstock.shared.bus.branches import is_branched, longest_branch
 from penstock.shared.bus.bus import Bus, Delivery, EntryId
 from penstock.shared.bus.messages import Experience, GroupId, PolicyVersion, Purpose, RolloutGroup
 from penstock.shared.bus.stores.experience.signals import SignalChange, signal
@@ -244,7 +245,7 @@ class Intake:
                 f'expected a group to {" or ".join(purposes)}, with a prompt, with algorithm.loss = "{algorithm.loss}", found one to '
                 f"{group.prompt.purpose.value}, or without prompt tokens"
             )
-        longest = len(group.prompt_token_ids) + max(len(sample.token_ids) for sample in group.samples)
+        longest = len(group.prompt_token_ids) + max(len(longest_branch(sample)) for sample in group.samples)
         if self.context_tokens and longest > self.context_tokens:
             raise MessageError(f"expected sequences within the model's {self.context_tokens} tokens, found {longest}")
         samples = group.samples
@@ -254,6 +255,12 @@ class Intake:
         if self.vocabulary is not None and largest >= self.vocabulary:
             raise MessageError(f"expected token ids below the model's {self.vocabulary}, found {largest}")
         _check_supports(group)
+        needs_order = algorithm.needs_critic or algorithm.credit == "turns"
+        if needs_order and any(is_branched(sample) for sample in samples):
+            raise MessageError(
+                'expected episodes of one branch with algorithm.advantage = "gae" or credit = "turns", which credit what follows in '
+                f"time, found several branches for {group.prompt.problem}: change algorithm.advantage or algorithm.credit"
+            )
         if algorithm.distillation and not is_shown and any(sample.teacher_logprobs is None for sample in samples):
             raise MessageError(
                 f"expected teacher logprobs of every sample with algorithm.distillation > 0, found none for {group.prompt.problem}: name "
@@ -282,6 +289,8 @@ class Intake:
         if not algorithm.dynamic_sampling or _is_shown(experience):
             return False
         if self._useless >= DYNAMIC_SAMPLING_ROUNDS * algorithm.groups_per_step:
+            return False
+        if algorithm.credit == "turns" and any(sample.turn_rewards.any() for sample in experience.group.samples):
             return False
         return not has_signal(shaped_rewards(experience, algorithm))
 
@@ -431,7 +440,7 @@ class Intake:
                 leave = self._drop(taken.delivery, "fenced", f"{detail} at step {step}")
             elif self._is_of_lost_versions(taken.experience) or (any(contexts) and algorithm.on_stale == "requeue"):
                 leave = self._requeue(taken, step)
-            elif trained == tuple(len(sample.token_ids) for sample in group.samples):
+            elif trained == tuple(sample.sampled_tokens for sample in group.samples):
                 leave = self._drop(taken.delivery, "stale", f"{detail} at step {step}")
             else:
                 fresh[group_id] = trained

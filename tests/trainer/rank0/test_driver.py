@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from penstock.services.client.views import READY_STATES
-from penstock.services.trainer.algorithm.update import Learner
+from penstock.services.trainer.algorithm import update
 from penstock.services.trainer.checkpoint import local_store
 from penstock.services.trainer.checkpoint.commits import read_commits
 from penstock.services.trainer.checkpoint.manifests import CheckpointState
@@ -420,7 +420,7 @@ async def test_a_step_of_an_older_penstock_is_replayed_without_a_report_on_its_s
     bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(Learner, "_settings_digest", lambda *_: "")
+        patch.setattr(update, "settings_digest", lambda *_: "")
         async with after_a_step(bus, tmp_path) as (driven, both):
             driven.mailbox.send(RuntimeError("the training thread dies after its commit"))
             await both
