@@ -23,11 +23,8 @@ from penstock.services.coordinator.api.routes.records import record_routes
 from penstock.services.coordinator.api.routes.run import run_view
 from penstock.services.coordinator.api.server import ApiServer
 from penstock.services.coordinator.records.ended_run import EndedRun
-from penstock.services.coordinator.schemas.resources import Page, PolicyView
+from penstock.services.coordinator.schemas.resources import Page
 from penstock.shared.errors import PenstockError
-
-_EMPTY = ("services", "operations", "dead-letters")
-"""Lists of what only a run that has not ended has."""
 
 
 def make_app(run: EndedRun, access: Access) -> FastAPI:
@@ -42,13 +39,7 @@ def make_app(run: EndedRun, access: Access) -> FastAPI:
         used.add(code)
         return is_new
 
-    async def policy(version: int) -> PolicyView:
-        view = await run.policy(version)
-        if view is None:
-            raise HTTPException(404, f"the records of this run have no policy version {version}")
-        return view
-
-    app.include_router(policy_list(run.policies, policy))
+    app.include_router(policy_list(run.policies))
     app.include_router(page_routes(access, run.run_id, run.folder, use))
     app.include_router(_rest(run.folder))
     return with_conventions(app, access, run.run_id, None)
@@ -65,7 +56,7 @@ def _rest(folder: Path) -> APIRouter:
             raise HTTPException(404, f"{request.url.path} is not among the records of a run that has ended")
         raise Conflict(f"this run has ended and takes no commands: its records are in {folder}")
 
-    for name in _EMPTY:
+    for name in ("services", "operations", "dead-letters"):  # an ended run has none
         router.add_api_route(f"/v1/{name}", empty)
     router.add_api_route("/{path:path}", refuse, methods=["GET", "POST", "PATCH", "DELETE"])
     return router
@@ -80,8 +71,9 @@ async def serve(folder: Path) -> None:
     try:
         left = asyncio.Event()
         asyncio.get_running_loop().add_reader(sys.stdin.fileno(), left.set)
-        serving.add_done_callback(lambda _: (server.answers.set(), left.set()))
-        await server.answers.wait()
+        serving.add_done_callback(lambda _: left.set())
+        answering = asyncio.ensure_future(server.answers.wait())
+        await asyncio.wait([serving, answering], return_when=asyncio.FIRST_COMPLETED)
         _say({"url": server.url, "token": token})
         await left.wait()
     finally:

@@ -26,21 +26,37 @@ from penstock.services.coordinator.records import jsonl
 from penstock.services.coordinator.records.memory import MEMORY_FILE
 from penstock.services.coordinator.records.summary import one_line_a_step
 from penstock.services.coordinator.schemas.resources import Page, PolicyView
-from penstock.services.coordinator.schemas.run import EvaluationView, History, NoticeView, RunView, StreamView
+from penstock.services.coordinator.schemas.run import EvaluationView, History, NoticeView, RunView
 from penstock.shared.bus import streams
 from penstock.shared.bus.encoding import wire
 from penstock.shared.bus.messages import Event, Json, MemoryReport, MemorySample, PolicyVersion, StepReport
 from penstock.shared.bus.stores.policy.policies import PolicyState
 from penstock.shared.bus.streams import Row, Stream
-from penstock.shared.errors import SettingsError
+from penstock.shared.errors import MessageError, SettingsError
 from penstock.shared.settings import SETTINGS_FILE
 
 _FILES = {streams.STEPS: "metrics.jsonl", streams.EVENTS: "events.jsonl", streams.MEMORY: MEMORY_FILE}
 _ABOUT = frozenset({"entry", "step", "version", "finished_at_s", "samples", "lag_counts"})
 _MARKS = {"policy pinned": ("pinned", True), "policy unpinned": ("pinned", False)}
 _MARKS |= {"policy released": ("released", True), "policy withdrawn": ("released", False)}
+_UNMARKED: dict[str, Any] = {"state": PolicyState.RETIRED, "checkpoint": None, "pinned": False, "released": False}
+_UNMARKED |= {"location": "", "source": "", "manifest_digest": "", "settings_revision": 0}
+_ENDED: dict[str, Any] = {"closed": True, "recorded": True, "bus_full": "", "guards": [], "bound": "", "self_tests": {}}
+_ENDED |= {"groups_in_flight": 0, "slots": 0, "dead": 0, "eta_s": None, "settings_revision": 0}
+_UNKNOWN: dict[str, Any] = {
+    "reason": "",
+    "head": None,
+    "counts": {},
+    "training_s": 0.0,
+    "gpu_hours": 0.0,
+    "missing": {},
+}
+_UNKNOWN |= {"groups_admitted": 0, "started_at_s": 0.0, "bus": ""}
+"""What the summary of another Penstock may lack."""
+_STREAMS = [stream.name for stream in (*streams.TRAINING_STREAMS, streams.JOURNAL)]
+_IDLE = {"entries": 0, "pending": 0, "oldest_age_s": 0.0}
 _HISTORY_STEPS, _EVALUATIONS = 60, 200
-_UNREADABLE = (KeyError, TypeError, ValueError)
+_UNREADABLE = (AttributeError, KeyError, TypeError, ValueError, OverflowError, MessageError)
 
 
 class EndedRun:
@@ -53,7 +69,7 @@ class EndedRun:
             self.run_id = str(self._summary.get("run_id") or folder.resolve().name)
             planned = tomllib.loads((folder / SETTINGS_FILE).read_text(encoding="utf-8"))["run"]["steps"]
             self._planned = max(int(planned), self._summary["steps"])
-        except (OSError, AttributeError, *_UNREADABLE) as error:
+        except (OSError, *_UNREADABLE) as error:
             why = f"could not read settings and summary of an ended run in {folder} ({error})"
             raise SettingsError(f"{why}: `penstock up --resume {folder}` continues the run") from error
 
@@ -82,15 +98,9 @@ class EndedRun:
 
     async def policies(self, after: int, limit: int, state: PolicyState | None) -> Page[PolicyView]:
         """Return ``limit`` versions in ``state`` (None: any) after one, oldest first."""
-        views = [
-            view
-            for view in (await asyncio.to_thread(lambda: self._versions)).values()
-            if view.version > after and state in (None, view.state)
-        ]
+        known = await asyncio.to_thread(lambda: self._versions)
+        views = [view for view in known.values() if view.version > after and state in (None, view.state)]
         return Page(items=views[:limit], next=str(views[limit - 1].version) if len(views) > limit else None)
-
-    async def policy(self, version: int) -> PolicyView | None:
-        return (await asyncio.to_thread(lambda: self._versions)).get(version)
 
     @functools.cached_property
     def _versions(self) -> dict[int, PolicyView]:
@@ -128,58 +138,28 @@ class EndedRun:
     # ---------------------------------------------------------------- the run
 
     async def text(self) -> bytes:
-        """Return the run's view as JSON."""
-        return await asyncio.to_thread(lambda: self._text)
+        """Return the run's view as JSON. Raises SettingsError: of a summary with other types."""
+        try:
+            return await asyncio.to_thread(lambda: self._text)
+        except ValidationError as error:
+            raise SettingsError(f"could not read {self.folder / 'summary.json'}: {error}") from error
 
     @functools.cached_property
     def _text(self) -> bytes:
-        summary, steps = self._summary, one_line_a_step(jsonl.read(self.folder / "metrics.jsonl"))
+        summary = {**_UNKNOWN, **self._summary, "step": self._summary["steps"]}
+        steps = one_line_a_step(jsonl.read(self.folder / "metrics.jsonl"))
         last = steps[-1] if steps else {}
         evaluations = [_view(each) for each in self._evaluations() if not self._is_revoked(each.version)]
-        try:
-            return (
-                RunView(
-                    run_id=self.run_id,
-                    state=summary["state"],
-                    reason=summary.get("reason", ""),
-                    closed=True,
-                    recorded=True,
-                    activity=summary["state"],
-                    bus_full="",
-                    guards=[],
-                    notices=list(_notices(summary)),
-                    bound="",
-                    self_tests={},
-                    step=summary["steps"],
-                    steps=self._planned,
-                    head=summary.get("head"),
-                    newest_version=max(self._versions),
-                    groups_in_flight=0,
-                    slots=0,
-                    cursor=summary.get("groups_admitted", 0),
-                    streams={
-                        name: StreamView(entries=0, pending=0, oldest_age_s=0.0)
-                        for name in (*(stream.name for stream in streams.TRAINING_STREAMS), streams.JOURNAL.name)
-                    },
-                    counts=summary.get("counts", {}),
-                    dead=0,
-                    last=_metrics(last),
-                    lag_counts=last.get("lag_counts", {}),  # type: ignore[arg-type]
-                    history=_history(steps[-_HISTORY_STEPS:]),
-                    evaluations=evaluations[:1] + evaluations[1:][-_EVALUATIONS:],
-                    tokens_per_s=_metrics(last).get("tokens_per_s") or 0.0,
-                    started_at_s=summary.get("started_at_s", 0.0),
-                    training_s=summary.get("training_s", 0.0),
-                    eta_s=None,
-                    gpu_hours=summary.get("gpu_hours", 0.0),
-                    bus=str(summary.get("bus", "")),
-                    settings_revision=0,
-                )
-                .model_dump_json()
-                .encode()
-            )
-        except (KeyError, ValidationError) as error:
-            raise SettingsError(f"could not read {self.folder / 'summary.json'}: {error}") from error
+        figures = _metrics(last)
+        known = {
+            name: summary[name] for name in ("state", "reason", "step", "head", "counts", "training_s", "gpu_hours")
+        }
+        known |= {"cursor": summary["groups_admitted"], "started_at_s": summary["started_at_s"], "bus": summary["bus"]}
+        known |= {"notices": list(_notices(summary)), "steps": self._planned, "streams": dict.fromkeys(_STREAMS, _IDLE)}
+        known |= {"last": figures, "lag_counts": last.get("lag_counts", {}), "history": _history(steps)}
+        known |= {"tokens_per_s": figures.get("tokens_per_s") or 0.0, "newest_version": max(self._versions)}
+        known |= {"evaluations": evaluations[:1] + evaluations[1:][-_EVALUATIONS:], "activity": summary["state"]}
+        return RunView.model_validate({**_ENDED, **known, "run_id": self.run_id}).model_dump_json().encode()
 
     def _is_revoked(self, version: int) -> bool:
         known = self._versions.get(version)
@@ -206,22 +186,8 @@ def _metrics(line: Mapping[str, Json]) -> dict[str, float | None]:
 
 
 def _policy(line: Mapping[str, Any], parent: PolicyVersion | int | None) -> PolicyView:
-    return PolicyView(
-        version=line["version"],
-        parent=parent,
-        step=line["step"],
-        state=PolicyState.RETIRED,
-        checkpoint=None,
-        created_at_s=line["finished_at_s"],
-        location="",
-        source="",
-        manifest_digest="",
-        metrics=_metrics(line),
-        settings_revision=0,
-        evaluations=[],
-        pinned=False,
-        released=False,
-    )
+    made = {"version": line["version"], "parent": parent, "step": line["step"], "created_at_s": line["finished_at_s"]}
+    return PolicyView.model_validate({**_UNMARKED, **made, "metrics": _metrics(line), "evaluations": []})
 
 
 def _view(evaluation: Evaluation) -> EvaluationView:
@@ -238,9 +204,6 @@ def _notices(summary: Mapping[str, Any]) -> Iterator[NoticeView]:
 
 
 def _history(steps: list[dict[str, Json]]) -> History:
-    metrics = [_metrics(line) for line in steps]
-    return History(
-        step=[int(str(line["step"])) for line in steps],
-        reward_mean=[figures.get("reward_mean") for figures in metrics],
-        tokens_per_s=[figures.get("tokens_per_s") for figures in metrics],
-    )
+    names, metrics = ("reward_mean", "tokens_per_s"), [_metrics(line) for line in steps[-_HISTORY_STEPS:]]
+    of_names = {name: [figures.get(name) for figures in metrics] for name in names}
+    return History.model_validate({"step": [line["step"] for line in steps[-_HISTORY_STEPS:]], **of_names})

@@ -473,11 +473,21 @@ async def test_a_run_that_ended_keeps_its_picture_when_its_coordinator_leaves(
 def as_recorded(path: str, answer: dict[str, Any]) -> dict[str, Any]:
     """Return of a live answer what its run's records have."""
     if path == "/v1/run":
-        names = ("state", "reason", "closed", "step", "steps", "head", "newest_version", "last", "history")
+        names: tuple[str, ...] = (
+            "state",
+            "reason",
+            "closed",
+            "step",
+            "steps",
+            "head",
+            "newest_version",
+            "last",
+            "history",
+        )
         return {name: answer[name] for name in (*names, "counts", "cursor", "lag_counts", "evaluations")}
     if path == "/v1/policies":
         names = ("version", "parent", "step", "state", "checkpoint", "evaluations", "pinned", "released")
-        return {"items": [{name: one[name] for name in names} for one in answer["items"]]}
+        return {"items": [{name: each[name] for name in names} for each in answer["items"]]}
     return answer
 
 

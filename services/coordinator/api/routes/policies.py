@@ -26,11 +26,11 @@ Version = Annotated[int, Path(ge=0, le=2**53, description="The version's number.
 After = Annotated[str | None, Query(pattern=r"^[0-9]{1,15}$", description="`next` of the page before.")]
 Only = Annotated[PolicyState | None, Query(description="Only versions in this state.")]
 Listed = Callable[[int, int, PolicyState | None], Awaitable[Page[PolicyView]]]
-"""Return so many versions in a state (None: any) after one."""
+"""Return a number of versions in a state (None: any) after one."""
 
 
-def policy_list(listed: Listed, one: Callable[[int], Awaitable[PolicyView]]) -> APIRouter:
-    """Return the routes of versions, which ``listed`` and ``one`` return."""
+def policy_list(listed: Listed) -> APIRouter:
+    """Return the route of the versions that ``listed`` returns."""
     router = APIRouter(prefix="/v1/policies", tags=["policies"])
 
     @router.get(
@@ -43,20 +43,16 @@ def policy_list(listed: Listed, one: Callable[[int], Awaitable[PolicyView]]) -> 
         page = await soon(listed(-1 if cursor is None else int(cursor), limit, state))
         return Response(page.model_dump_json(), media_type="application/json")  # valid: not checked twice
 
-    @router.get("/{version}", operation_id="getPolicy", summary="One policy version")
-    async def policy(version: Version) -> PolicyView:
-        return await soon(one(version))
-
     return router
 
 
 def policy_routes(parts: Parts) -> APIRouter:
     """Return the routes under /v1/policies."""
+    router = policy_list(functools.partial(_page, parts))
 
-    async def one(version: int) -> PolicyView:
-        return (await _views(parts, [await _record(parts, version)]))[0]
-
-    router = policy_list(functools.partial(_page, parts), one)
+    @router.get("/{version}", operation_id="getPolicy", summary="One policy version")
+    async def policy(version: Version) -> PolicyView:
+        return (await soon(_views(parts, [await soon(_record(parts, version))])))[0]
 
     @router.get("/{version}/compare/{other}", operation_id="comparePolicies", summary="Two versions side by side")
     async def compare_policies(version: Version, other: Version) -> Comparison:
