@@ -156,8 +156,6 @@ def events(
     """
     if follow:
         _follow(connection)
-    elif (ended := connection.ended_run()) is not None:
-        ended.show_events(most, as_json=connection.as_json)
     else:
         connection.print_list("events", "/v1/events", most)
 
@@ -174,11 +172,17 @@ def _follow(connection: Connection) -> None:
 def page(connection: Connection) -> None:
     """Print a link to the page of a run. It opens the page once, within five minutes, without a token.
 
+    The page of a run that has ended is served from its folder, on this machine only, until Ctrl-C.
+
     **Example:** `penstock page`
     """
     from penstock.services.up.display import console
 
-    console.say_link(connection.page_link())
+    ended = connection.ended_run()
+    if ended is not None:
+        ended.show_page()
+    else:
+        console.say_link(connection.page_link())
 
 
 def doctor(

@@ -64,6 +64,13 @@ class Connection:
 
         return CoordinatorClient(*self._address_and_token())
 
+    def reader(self) -> "CoordinatorClient":
+        """Return a client for questions, which the folder of a run that has ended answers too."""
+        from penstock.services.client.coordinator import CoordinatorClient
+
+        ended = self.ended_run()
+        return self.coordinator() if ended is None else CoordinatorClient(*ended.serve())
+
     def page_link(self) -> str:
         """Return a single-use link to the run's page."""
         from penstock.services.client.coordinator import page_link
@@ -95,11 +102,11 @@ class Connection:
         """Print a list with the columns of ``command``."""
         from penstock.services.cli import tables
 
-        tables.show(command, self.coordinator().items(path, most), as_json=self.as_json)
+        tables.show(command, self.reader().items(path, most), as_json=self.as_json)
 
     def get(self, path: str) -> None:
         """Get one item and print it."""
-        self.print_item(self.coordinator().get(path))
+        self.print_item(self.reader().get(path))
 
     def post(self, path: str, **body: str) -> None:
         """Post a command and print the answer."""

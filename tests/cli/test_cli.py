@@ -233,6 +233,13 @@ def test_a_run_that_has_ended_is_shown_from_its_folder(tmp_path: Path, capsys: p
     assert [event["name"] for event in json.loads(capsys.readouterr().out)] == ["event 8", "event 7"]
     assert main(["status", "--run", str(tmp_path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["steps"] == 6
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "version": 1, "finished_at_s": 2.0, "reward_mean": 0.5}\n')
+    assert main(["policies", "--run", str(tmp_path), "--json"]) == 0
+    policies = json.loads(capsys.readouterr().out)
+    assert [(each["version"], each["parent"], each["metrics"].get("reward_mean")) for each in policies] == [
+        (0, None, None),
+        (1, 0, 0.5),
+    ]
 
 
 @pytest.mark.parametrize(

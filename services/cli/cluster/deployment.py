@@ -90,7 +90,7 @@ class Deployment:
     def _forward(self, service: str) -> str:
         words = self.kubectl("port-forward", f"service/{service}", "--address", "127.0.0.1", ":8000")
         process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        _forwards.get().callback(_end, process)
+        end_later(process)
         assert process.stdout is not None
         match = _FORWARDED.match(process.stdout.readline())
         if match is None:
@@ -107,6 +107,11 @@ class Deployment:
         return match[1]
 
 
+def end_later(process: subprocess.Popen[str]) -> None:
+    """End ``process`` when :func:`forwarding` ends."""
+    _forwards.get().callback(_end, process)
+
+
 def _end(process: subprocess.Popen[str]) -> None:
     process.terminate()
     try:
@@ -114,7 +119,7 @@ def _end(process: subprocess.Popen[str]) -> None:
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
-    for stream in (process.stdout, process.stderr):
+    for stream in (process.stdin, process.stdout, process.stderr):
         if stream is not None:
             stream.close()
 

@@ -12,13 +12,16 @@
     /v1/dead-letters                  failed entries
     /v1/events                        list and stream
     /v1/runs                          every run on this bus
-    /, /healthz, /readyz, /openapi.json
+    /, /report.html, /healthz, /readyz, /openapi.json
 """
 
+import functools
+import math
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Response
 
+from penstock.services.coordinator.api.auth import Access
 from penstock.services.coordinator.api.compression import Compressed
 from penstock.services.coordinator.api.dependencies import Parts
 from penstock.services.coordinator.api.errors import PROBLEM_TYPE, handle_problems
@@ -32,6 +35,9 @@ from penstock.services.coordinator.api.routes.registry import registry_routes
 from penstock.services.coordinator.api.routes.run import operation_routes, run_routes, settings_routes
 from penstock.services.coordinator.api.routes.services import dead_letter_routes, service_routes
 from penstock.services.coordinator.schemas.run import Health, ProblemDetails, Readiness
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.stores.run.idempotency import use_once
+from penstock.shared.peers.tickets import PAGE_S
 from penstock.shared.process.service import readiness
 
 _PROBLEM_ANSWER = {
@@ -48,9 +54,13 @@ _IDEMPOTENCY_KEY = {
 
 
 def make_app(parts: Parts) -> FastAPI:
-    app = make_routes(parts)
+    return with_conventions(make_routes(parts), parts.access, parts.bus.keys.run_id, parts.bus)
+
+
+def with_conventions(app: FastAPI, access: Access, run_id: str, bus: Bus | None) -> FastAPI:
+    """Add middleware and error answers."""
     app.add_middleware(Compressed)
-    app.add_middleware(Conventions, access=parts.access, bus=parts.bus, routes=app.routes)
+    app.add_middleware(Conventions, access=access, run_id=run_id, bus=bus, routes=app.routes)
     handle_problems(app)
     return app
 
@@ -66,11 +76,14 @@ def make_routes(parts: Parts) -> FastAPI:
         redirect_slashes=False,  # a redirect would repeat the request's Host
         responses={"default": {"model": ProblemDetails}},
     )
-    for routes in (run_routes, record_routes, settings_routes, operation_routes, policy_routes, service_routes):
+    app.include_router(run_routes(parts))
+    app.include_router(record_routes(parts.rows, parts.folder))
+    for routes in (settings_routes, operation_routes, policy_routes, service_routes, dead_letter_routes):
         app.include_router(routes(parts))
-    for routes in (dead_letter_routes, event_routes, registry_routes, generate_routes, _health_routes):
+    for routes in (event_routes, registry_routes, generate_routes, _health_routes):
         app.include_router(routes(parts))
-    app.include_router(page_routes(parts))
+    use = functools.partial(use_once, parts.bus, seconds=math.ceil(PAGE_S))
+    app.include_router(page_routes(parts.access, parts.bus.keys.run_id, parts.folder, use))
     described = app.openapi
     app.openapi = lambda: app.openapi_schema or _described(described())  # type: ignore[method-assign]
     return app

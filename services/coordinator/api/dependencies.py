@@ -20,9 +20,11 @@ from penstock.shared.bus.bus import Bus
 from penstock.shared.bus.stores.policy.ledger import Ledger
 from penstock.shared.bus.stores.replicas.live_settings import Live
 from penstock.shared.bus.stores.run import records
-from penstock.shared.bus.streams import Stream
+from penstock.shared.bus.streams import Row, Stream
 from penstock.shared.process.telemetry import Status
 
+Rows = Callable[[Stream, str | None, int], Awaitable[list[Row]]]
+"""Return the newest entries of a stream before one (None: of all), newest first: of a bus, or of a run's folder."""
 R = TypeVar("R")
 T = TypeVar("T")
 
@@ -48,11 +50,14 @@ class Parts:
     folder: Path
     changed: Callable[[], None]
 
+    async def rows(self, stream: Stream, cursor: str | None, count: int) -> list[Row]:
+        return await records.page(self.bus, stream, cursor, count)
+
     async def newest_first(self, stream: Stream, cursor: str | None, limit: int) -> list[tuple[str, dict[str, str]]]:
         """``limit`` entries before a cursor, plus one if there are more."""
         return [
             (entry, {name.decode(): value.decode(errors="replace") for name, value in fields.items()})
-            for entry, fields in await records.page(self.bus, stream, cursor, limit + 1)
+            for entry, fields in await self.rows(stream, cursor, limit + 1)
         ]
 
 

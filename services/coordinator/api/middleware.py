@@ -30,7 +30,7 @@ from penstock.services.coordinator.api.auth import Access, Role
 from penstock.services.coordinator.api.bodies import Bodies, BodyRefused
 from penstock.services.coordinator.api.connections import note_proven
 from penstock.services.coordinator.api.errors import ANSWER_WITHIN_S, bus_away, problem
-from penstock.services.coordinator.api.routes.page import SESSION_PATH, page_type, session_cookie
+from penstock.services.coordinator.api.routes.page import REPORT_PATH, SESSION_PATH, page_type, session_cookie
 from penstock.shared.bus.bus import Bus
 from penstock.shared.bus.stores.run.idempotency import begin_answer, forget_answer, keep_answer
 from penstock.shared.errors import BusUnavailable
@@ -47,6 +47,7 @@ REQUEST_SECONDS = Histogram(
 OPEN_PATHS = frozenset({"/healthz", "/readyz"})
 """For kubelets and load balancers, without token."""
 STREAM_PATH: Final = "/v1/events/stream"
+_OFFERED = {STREAM_PATH: "text/event-stream", REPORT_PATH: "text/html"}
 _READING = frozenset({"GET", "HEAD", "OPTIONS"})
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,100}")
 _IDEMPOTENCY_KEY = re.compile(r"[!-~]{1,255}")
@@ -55,9 +56,11 @@ _JSON_TYPES = ("application/json", "application/merge-patch+json")
 
 
 class Conventions:
-    def __init__(self, app: ASGIApp, access: Access, bus: Bus, routes: Sequence[BaseRoute]) -> None:
+    def __init__(self, app: ASGIApp, access: Access, run_id: str, bus: Bus | None, routes: Sequence[BaseRoute]) -> None:
+        """``bus``: where answers of repeated requests are kept; None: they are not."""
         self._app = app
         self._access = access
+        self._run_id = run_id
         self._bus = bus
         self._routes = routes
         self._bodies = Bodies()
@@ -94,8 +97,8 @@ class Conventions:
                 key = headers.get("idempotency-key")
                 if wrong is not None:
                     await wrong(scope, receive, send)
-                elif scope["method"] == "POST" and key is not None and not _is_open(scope["path"]):
-                    await self._once(key, body, scope, receive, send)
+                elif scope["method"] == "POST" and key is not None and self._bus and not _is_open(scope["path"]):
+                    await self._once(self._bus, key, body, scope, receive, send)
                 else:
                     await self._app(scope, _replayed(body, receive), send)
         except BodyRefused as refused:
@@ -110,7 +113,7 @@ class Conventions:
         page = page_type(path)
         if not _is_open(path):
             authorization = headers.get("authorization", "")
-            cookie = HTTPConnection(scope).cookies.get(session_cookie(self._bus.keys.run_id), "")
+            cookie = HTTPConnection(scope).cookies.get(session_cookie(self._run_id), "")
             role = self._access.role(authorization, cookie)
             if role is None:
                 sent = "another" if authorization else "none"
@@ -122,7 +125,7 @@ class Conventions:
         origin = headers.get("origin")
         if not reads and origin is not None and not self._is_own(origin, scope["scheme"], headers.get("host", "")):
             return problem(403, f"expected a request of this origin, found {origin}")
-        offered = page or ("text/event-stream" if path == STREAM_PATH else "application/json")
+        offered = page or _OFFERED.get(path, "application/json")
         if not accepts(headers.get("accept", "*/*"), offered):
             return problem(406, f"this path answers {offered}, which does not match Accept: {headers['accept']}")
         return None
@@ -145,7 +148,7 @@ class Conventions:
 
     # ---------------------------------------------------------------- once
 
-    async def _once(self, key: str, body: bytes, scope: Scope, receive: Receive, send: "_Answering") -> None:
+    async def _once(self, bus: Bus, key: str, body: bytes, scope: Scope, receive: Receive, send: "_Answering") -> None:
         if _IDEMPOTENCY_KEY.fullmatch(key) is None:
             refusal = problem(422, "expected an Idempotency-Key of 1 to 255 printable characters")
             await refusal(scope, receive, send)
@@ -155,7 +158,7 @@ class Conventions:
         mark = hashlib.sha256(request + body).hexdigest()
         try:
             async with asyncio.timeout(ANSWER_WITHIN_S):
-                kept = await self._take(name, mark)
+                kept = await _take(bus, name, mark)
         except (TimeoutError, BusUnavailable):
             await bus_away()(scope, receive, send)
             return
@@ -166,27 +169,29 @@ class Conventions:
         try:
             await self._app(scope, _replayed(body, receive), copy)
         finally:
-            await self._keep(name, mark, copy)
+            await _keep(bus, name, mark, copy)
 
-    async def _take(self, name: str, mark: str) -> Response | None:
-        """Reserve ``name``, or return its kept answer."""
-        text = await begin_answer(self._bus, name, json.dumps({"mark": mark}))
-        if text is None:
-            return None
-        kept: dict[str, Any] = json.loads(text) if text else {"mark": mark}
-        if kept["mark"] != mark:
-            return problem(422, "this Idempotency-Key was first used with another request body: use a new key")
-        if "status" not in kept:
-            return problem(409, "a request with this Idempotency-Key is in progress: wait")
-        return Response(kept["body"].encode(), kept["status"], {**kept["headers"], "Idempotency-Replayed": "true"})
 
-    async def _keep(self, name: str, mark: str, copy: "_Copy") -> None:
-        """Keep an answer for a day, unless it failed or is truncated."""
-        if not copy.whole or copy.status >= 500:
-            await forget_answer(self._bus, name)
-            return
-        kept = {"mark": mark, "status": copy.status, "headers": copy.headers, "body": copy.body.decode()}
-        await keep_answer(self._bus, name, json.dumps(kept))
+async def _take(bus: Bus, name: str, mark: str) -> Response | None:
+    """Reserve ``name``, or return its kept answer."""
+    text = await begin_answer(bus, name, json.dumps({"mark": mark}))
+    if text is None:
+        return None
+    kept: dict[str, Any] = json.loads(text) if text else {"mark": mark}
+    if kept["mark"] != mark:
+        return problem(422, "this Idempotency-Key was first used with another request body: use a new key")
+    if "status" not in kept:
+        return problem(409, "a request with this Idempotency-Key is in progress: wait")
+    return Response(kept["body"].encode(), kept["status"], {**kept["headers"], "Idempotency-Replayed": "true"})
+
+
+async def _keep(bus: Bus, name: str, mark: str, copy: "_Copy") -> None:
+    """Keep an answer for a day, unless it failed or is truncated."""
+    if not copy.whole or copy.status >= 500:
+        await forget_answer(bus, name)
+        return
+    kept = {"mark": mark, "status": copy.status, "headers": copy.headers, "body": copy.body.decode()}
+    await keep_answer(bus, name, json.dumps(kept))
 
 
 def _is_open(path: str) -> bool:

@@ -8,8 +8,18 @@ from typing import Any
 from penstock.services.coordinator.api.app import make_routes
 
 
+class _Nothing:
+    """In place of what routes use when they are called."""
+
+    def __getattr__(self, name: str) -> "_Nothing":
+        return self
+
+    def __truediv__(self, name: str) -> "_Nothing":
+        return self
+
+
 def description() -> str:
-    nothing: Any = None  # used only when called
+    nothing: Any = _Nothing()
     return json.dumps(make_routes(nothing).openapi(), indent=1, ensure_ascii=False) + "\n"
 
 

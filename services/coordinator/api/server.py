@@ -61,8 +61,8 @@ class ApiServer:
         self.url = f"http://{self.address}"
         self.answers = asyncio.Event()
 
-    async def run(self, app: FastAPI, announce: Path, run_id: str) -> None:
-        """Serve until cancelled, then finish open requests."""
+    async def run(self, app: FastAPI, announce: Path | None, run_id: str) -> None:
+        """Serve until cancelled, then finish open requests. ``announce``: the file that says where."""
         logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # clients' broken requests are not errors
         config = uvicorn.Config(
             app,
@@ -82,7 +82,8 @@ class ApiServer:
             await asyncio.wait([serving, answering], return_when=asyncio.FIRST_COMPLETED)
             if serving.done():
                 serving.result()  # raises why it does not serve
-            self.announce(announce, run_id)
+            if announce is not None:
+                self.announce(announce, run_id)
             self.answers.set()
             await asyncio.shield(serving)
         finally:

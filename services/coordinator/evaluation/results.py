@@ -91,7 +91,7 @@ def sentence(evaluation: Evaluation) -> str:
 
 async def evaluations_of(bus: Bus, versions: Sequence[PolicyVersion]) -> dict[PolicyVersion, list[Evaluation]]:
     return {
-        PolicyVersion(version): [_evaluation(fields) for fields in _listed(json.loads(text))]
+        PolicyVersion(version): [evaluation_of(fields) for fields in _listed(json.loads(text))]
         for version, text in (await results(bus, versions)).items()
     }
 
@@ -117,7 +117,7 @@ def _listed(decoded: Any) -> list[dict[str, Any]]:
     return decoded if isinstance(decoded, list) else [decoded]  # 0.1.0 had one set
 
 
-def _evaluation(fields: dict[str, Any]) -> Evaluation:
+def evaluation_of(fields: dict[str, Any]) -> Evaluation:
     known: dict[str, Any] = {"set": ONLY_SET, "samples": 1, "accuracy_low": None, "accuracy_high": None} | fields
     known["pass_at"] = {k: Estimate(**estimated) for k, estimated in fields.get("pass_at", {}).items()}
     return Evaluation(

@@ -99,6 +99,8 @@ class RunView(ResponseModel):
     reason: Sentence
     closed: bool
     """Ended, with complete records, summary and report."""
+    recorded: bool = False
+    """Read from its folder after its end: commands are refused."""
     activity: str
     bus_full: Sentence
     """Why admission waits for memory, if it does."""

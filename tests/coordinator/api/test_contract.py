@@ -56,7 +56,19 @@ async def command(http: httpx.AsyncClient, name: str, status: int = 200) -> dict
 
 
 RUN_FIELDS = {
-    *("run_id", "state", "reason", "closed", "activity", "bus_full", "step", "steps", "head", "newest_version"),
+    *(
+        "run_id",
+        "state",
+        "reason",
+        "closed",
+        "recorded",
+        "activity",
+        "bus_full",
+        "step",
+        "steps",
+        "head",
+        "newest_version",
+    ),
     *("groups_in_flight", "slots", "cursor", "streams", "counts", "dead", "last", "lag_counts", "history"),
     *("evaluations", "tokens_per_s", "started_at_s", "training_s", "eta_s", "gpu_hours", "bus", "guards", "notices"),
     *("settings_revision", "self_tests", "bound"),

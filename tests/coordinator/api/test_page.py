@@ -5,9 +5,10 @@ import contextlib
 import dataclasses
 import json
 import re
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
@@ -21,7 +22,7 @@ from penstock.services.coordinator.service import Coordinator
 from penstock.services.reward.failures import Failures
 from penstock.shared.bus import streams
 from penstock.shared.bus.bus import Bus
-from penstock.shared.bus.messages import PolicyVersion
+from penstock.shared.bus.messages import MemoryReport, MemorySample, PolicyVersion
 from penstock.shared.bus.stores.policy.exports import Exports
 from penstock.shared.bus.stores.policy.ledger import Ledger, RunState
 from penstock.shared.bus.stores.replicas.cordon import Word, cordons
@@ -37,6 +38,14 @@ if TYPE_CHECKING:
     pass
 
 TOKEN, READ_TOKEN = "a-token-that-may-operate", "a-token-that-may-read"
+RECORDED = (
+    "/v1/run",
+    "/v1/run/steps",
+    "/v1/run/curves",
+    "/v1/run/memory",
+    "/v1/events",
+    "/v1/policies",
+)
 HOSTILE = "<img src=x onerror=\"document.title='taken'\"><script>document.title='taken'</script>"
 
 
@@ -459,6 +468,82 @@ async def test_a_run_that_ended_keeps_its_picture_when_its_coordinator_leaves(
             await shows(page, "#activity", "report.html in the run's folder has its curves and rollouts")
             assert await page.locator("#state").inner_text() == "stopped"
             assert await page.locator("body").get_attribute("data-stale") is None
+
+
+def as_recorded(path: str, answer: dict[str, Any]) -> dict[str, Any]:
+    """Return of a live answer what its run's records have."""
+    if path == "/v1/run":
+        names: tuple[str, ...] = (
+            "state",
+            "reason",
+            "closed",
+            "step",
+            "steps",
+            "head",
+            "newest_version",
+            "last",
+            "history",
+        )
+        return {name: answer[name] for name in (*names, "counts", "cursor", "lag_counts", "evaluations")}
+    if path == "/v1/policies":
+        names = ("version", "parent", "step", "state", "checkpoint", "evaluations", "pinned", "released")
+        return {"items": [{name: each[name] for name in names} for each in answer["items"]]}
+    return answer
+
+
+async def test_the_folder_of_an_ended_run_answers_as_its_coordinator_did_and_takes_no_commands(
+    parts: Coordinator, bus: Bus, tmp_path: Path
+) -> None:
+    folder, answers = parts.api.folder, {}
+    sample = MemorySample("host cpu", "decode", 2.0, 1.0, 3e9, 8e9, {"weights": 3e9})
+    async with served(parts, tmp_path, Access()) as url, replicas(bus):
+        await parts.api.steering.command("start", "")
+        trainer = await Trainer(bus).start()
+        for reward in (0.25, 0.5, 0.625):
+            await trainer.step(reward_mean=reward, scorer_mean_answer=reward)
+        await Ledger(bus).release(PolicyVersion(2), released=True)
+        await tell(bus, "api", "policy released", HOSTILE, version=2)
+        await bus.publish(streams.MEMORY, MemoryReport("trainer-0", (sample,)))
+        await parts.api.steering.command("stop", HOSTILE)
+        async with opened(url) as page, httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as http:
+            await shows(page, "#state", "stopped")
+            await shows(page, "#report", "Report")
+            report = await http.get("/report.html", headers={"Accept": "text/html"})
+            for path in RECORDED:
+                answers[path] = as_recorded(path, (await http.get(path)).raise_for_status().json())
+    (folder / "settings.toml").write_text("run.steps = 50\n")  # of which this player of `penstock up` has none
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "penstock.services.coordinator.page", str(folder)),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    told = json.loads(await process.stdout.readline())
+    async with httpx.AsyncClient(base_url=told["url"], timeout=PATIENCE_S, headers=bearer(told["token"])) as http:
+        for path in RECORDED:
+            assert as_recorded(path, (await http.get(path)).raise_for_status().json()) == answers[path], path
+        assert (await http.get("/report.html")).content == report.content
+        assert "sandbox" in report.headers["content-security-policy"]
+        assert (await http.get("/v1/run", headers=bearer("x" * 32))).status_code == 401
+        refused = await http.post("/v1/policies/2/pin", headers={"Idempotency-Key": "once"})
+        assert (refused.status_code, "takes no commands" in refused.json()["detail"]) == (409, True)
+    async with opened(page_link(told["url"], told["token"])) as page:
+        await shows(page, "#activity", f"{HOSTILE} · read from its folder")
+        await shows(page, "#tiles", "0.625")
+        await shows(page, "#events", HOSTILE)
+        await shows(page, "#memory", "decode")
+        await page.get_by_role("button", name="More of version 2…").click()
+        await shows(page, "dialog", "released")
+        buttons = "dialog button, .commands button:not(#token), .acts button"
+        enabled = await page.locator(f":is({buttons}):visible:enabled").all_inner_texts()
+        assert {text for text in enabled if "…" in text} == {"More…"}
+        await page.keyboard.press("Escape")
+        async with page.expect_download() as saved:
+            await page.locator("#report").click()
+        assert Path(await (await saved.value).path()).read_bytes() == report.content
+    process.stdin.close()  # as when the command that started it is killed
+    assert await process.wait() == 0
 
 
 async def test_a_link_that_was_used_and_a_wrong_token_are_said_where_a_token_is_asked_for(

@@ -1,6 +1,6 @@
 // The page: asks the coordinator once a second how the run is, hears its events, and hands each part what it shows.
 
-import { enter, follow, forgetToken, get, hasToken, onToken } from "./api.js";
+import { enter, follow, forgetToken, get, hasToken, onToken, save } from "./api.js";
 import { askToken, pause, resume, rollBack, start, stop } from "./commands.js";
 import { cursorIn } from "./cursor.js";
 import { drawCurves, rangeOf } from "./curves.js";
@@ -41,6 +41,8 @@ function drawHead(run) {
   byId("resume").disabled = run.state !== "paused";
   byId("stop").disabled = byId("settings").disabled = ["stopped", "finished"].includes(run.state);
   byId("token").hidden = !hasToken();
+  byId("report").hidden = !run.closed;
+  document.body.classList.toggle("recorded", run.recorded);
 }
 
 function drawTiles(run) {
@@ -157,7 +159,7 @@ async function lookSeldom(run) {
   if (memory !== null) [shown.memory, memoryAt] = [memory.items.toReversed(), performance.now()];
   if (groups !== null && !shown.held) [shown.groups, shown.cursor] = [groups.items, groups.next];
   shown.letters = run.dead > 0 ? (await get(`v1/dead-letters?limit=${LETTERS}`)).items : [];
-  if (run.settings_revision !== shown.revision) {
+  if (!run.recorded && run.settings_revision !== shown.revision) {
     shown.maxLag = (await get("v1/run/settings")).values["algorithm.max_lag"];
     shown.revision = run.settings_revision;
   }
@@ -211,7 +213,10 @@ async function hold(held) {
 
 /** Keep what was last known, greyed, and say since when it is old and what to do; a run that had ended stays as it was. */
 function away(problem) {
-  if (hasLeft(problem)) return say(byId("activity"), "The run has ended, and so has its coordinator. report.html in the run's folder has its curves and rollouts.");
+  if (hasLeft(problem)) {
+    byId("report").hidden = true;
+    return say(byId("activity"), "The run has ended, and so has its coordinator: `penstock page` shows its records. report.html in the run's folder has its curves and rollouts.");
+  }
   const last = shown.run === null ? "" : ` · last heard at ${clock(shown.at)}, ${shown.run.state} at step ${figure(shown.run.step)}`;
   const advice = problem.status === undefined ? " · check that its process or port-forward runs; if the run has ended, report.html in its folder has the rest" : "";
   document.body.dataset.stale = "";
@@ -234,7 +239,7 @@ async function lookForEver() {
       if (shown.run.closed && !isLast) {
         isLast = true; // once more, with the last evaluation and events, and no more after that
         await lookNow();
-      } else if (shown.run.closed) return say(byId("activity"), `${shown.run.reason} · report.html in the run's folder has its curves and rollouts`);
+      } else if (shown.run.closed && shown.curves.whole) return say(byId("activity"), `${shown.run.reason}${shown.run.recorded ? " · read from its folder" : ""}`);
     } catch (problem) {
       away(problem);
       if (hasLeft(problem)) return undefined;
@@ -248,6 +253,7 @@ async function hear() {
   const page = await get(`v1/events?limit=${EVENTS}`);
   byId("events").replaceChildren();
   page.items.toReversed().forEach(showEvent);
+  if ((await get("v1/run")).recorded) return;
   await follow(page.items[0]?.id ?? "0-0", (event) => {
     showEvent(event);
     if (event.source === "rollback" || event.source === "api") history.forget();
@@ -272,6 +278,11 @@ byId("settings").addEventListener("click", () => trying(() => changeSettings(loo
 byId("stop").addEventListener("click", () => stop(shown.run, lookNow));
 byId("older").addEventListener("click", () => trying(showOlder));
 byId("token").addEventListener("click", () => { forgetToken(); location.reload(); });
+byId("report").addEventListener("click", (event) => {
+  if (!hasToken()) return; // a link is enough
+  event.preventDefault();
+  trying(() => save("report.html"));
+});
 byId("newest").addEventListener("click", () => hold(false));
 byId("rollouts").addEventListener("click", () => hold(true));
 byId("find").addEventListener("submit", (event) => { event.preventDefault(); trying(() => find("search", byId("search").value.trim())); });

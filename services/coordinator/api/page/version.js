@@ -10,6 +10,7 @@ export const canGoBack = (one, runState) => one.checkpoint !== null && one.state
 /** Show version `one`; `policies` are all of them. */
 export function showVersion(one, policies, run, done) {
   const commands = [];
+  if (run.recorded) return show({ title: `Version ${one.version}`, body: facts(factsOf(one)), commands });
   if (canGoBack(one, run.state)) commands.push(["Roll back…", () => rollBack(one, policies, run, done)]);
   if (one.pinned) commands.push(["Unpin…", () => unpin(one, done)]);
   else if (one.checkpoint !== null) commands.push(["Pin…", () => pin(one, done)]);

@@ -17,12 +17,11 @@ from fastapi.responses import StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
-from penstock.services.coordinator.api.dependencies import EntryCursor, Limit, Parts, page_of, soon
+from penstock.services.coordinator.api.dependencies import EntryCursor, Limit, Parts, Rows, page_of, soon
 from penstock.services.coordinator.api.errors import RETRY_AFTER_S
 from penstock.services.coordinator.schemas.resources import EventView, Page
 from penstock.shared.bus.encoding import wire
 from penstock.shared.bus.messages import Event
-from penstock.shared.bus.stores.run import records
 from penstock.shared.bus.streams import EVENTS
 from penstock.shared.errors import MessageError
 
@@ -93,14 +92,20 @@ class _Counted(StreamingResponse):
             self._leave()
 
 
-def event_routes(parts: Parts) -> APIRouter:
-    """Return the routes under /v1/events."""
+def event_list(rows: Rows) -> APIRouter:
+    """Return the route of recorded events."""
     router = APIRouter(prefix="/v1/events", tags=["events"])
-    streams = OpenStreams()
 
     @router.get("", operation_id="listEvents", summary="Events, newest first")
     async def events(cursor: EntryCursor = None, limit: Limit = 100) -> Page[EventView]:
-        return await soon(_events(parts, cursor, limit))
+        return await soon(_events(rows, cursor, limit))
+
+    return router
+
+
+def event_routes(parts: Parts) -> APIRouter:
+    """Return the routes under /v1/events."""
+    router, streams = event_list(parts.rows), OpenStreams()
 
     @router.get(
         "/stream",
@@ -117,15 +122,14 @@ def event_routes(parts: Parts) -> APIRouter:
     return router
 
 
-async def _events(parts: Parts, cursor: str | None, limit: int) -> Page[EventView]:
-    rows = await records.page(parts.bus, EVENTS, cursor, limit + 1)
-    page = page_of(rows, limit, lambda row: row[0])
+async def _events(rows: Rows, cursor: str | None, limit: int) -> Page[EventView]:
+    page = page_of(await rows(EVENTS, cursor, limit + 1), limit, lambda row: row[0])
     views = (_view(entry, fields.get(b"data", b"")) for entry, fields in page.items)
     return Page(items=[event for event in views if event is not None], next=page.next)
 
 
 async def _newest(parts: Parts) -> str:
-    rows = await records.page(parts.bus, EVENTS, None, 1)
+    rows = await parts.rows(EVENTS, None, 1)
     return rows[0][0] if rows else "0-0"
 
 

@@ -1,17 +1,15 @@
 """The web page: `/` and the files of ``page``, read at the start (docs/api.md, "The page")."""
 
 import hashlib
-import math
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from fastapi import APIRouter, Request, Response
 from starlette.exceptions import HTTPException
-from starlette.responses import JSONResponse
+from starlette.responses import FileResponse, JSONResponse
 
-from penstock.services.coordinator.api.dependencies import Parts, soon
-from penstock.shared.bus.bus import Bus
-from penstock.shared.bus.stores.run import idempotency
-from penstock.shared.peers.tickets import PAGE_S
+from penstock.services.coordinator.api.auth import Access
+from penstock.services.coordinator.api.dependencies import soon
 
 FOLDER = Path(__file__).parents[1] / "page"
 HEADERS = {
@@ -27,7 +25,9 @@ _TYPES = {
     ".svg": "image/svg+xml",
 }
 PREFIX = "/page/"
-SESSION_PATH = "/session"
+SESSION_PATH, REPORT_PATH = "/session", "/report.html"
+_REPORT_HEADERS = HEADERS | {"Content-Security-Policy": "sandbox allow-scripts; frame-ancestors 'none'"}
+"""Of a document that may come from elsewhere: it has no access to the page's origin."""
 
 
 def page_type(path: str) -> str | None:
@@ -46,8 +46,8 @@ def session_cookie(run_id: str) -> str:
     return f"penstock-{run_id}"
 
 
-def page_routes(parts: Parts) -> APIRouter:
-    """Return the page's routes, not in the API description."""
+def page_routes(access: Access, run_id: str, folder: Path, use: Callable[[str], Awaitable[bool]]) -> APIRouter:
+    """Return the page's routes, not in the API description. ``use`` returns whether a code is used for the first time."""
     router = APIRouter(include_in_schema=False)
     files = {file.name: file.read_bytes() for file in FOLDER.iterdir() if file.suffix in _TYPES}
 
@@ -61,21 +61,23 @@ def page_routes(parts: Parts) -> APIRouter:
             raise HTTPException(404, f"the page has no file named {name!r}")
         return Response(files[name], media_type=page_type(PREFIX + name), headers=HEADERS)
 
+    @router.get(REPORT_PATH)
+    async def report() -> Response:
+        if not (folder / REPORT_PATH[1:]).is_file():
+            raise HTTPException(404, "this run has no report.html yet: it is written when the run ends")
+        return FileResponse(folder / REPORT_PATH[1:], media_type="text/html", headers=_REPORT_HEADERS)
+
     @router.post(SESSION_PATH)
     async def session(request: Request) -> Response:
         code = request.headers.get("authorization", "").partition(" ")[2]
-        entered = parts.access.enter(code)
-        if entered is None or not await soon(_use(parts.bus, code)):
+        entered = access.enter(code)
+        if entered is None or not await soon(use(hashlib.sha256(code.encode()).hexdigest())):
             raise HTTPException(401, "this link was used or has expired: try `penstock page`")
         cookie, ticket = entered
         answer = JSONResponse({"ticket": ticket}, headers={"Cache-Control": "no-store"})
         is_secure = request.headers.get("origin", "").startswith("https://")
-        name = session_cookie(parts.bus.keys.run_id)
+        name = session_cookie(run_id)
         answer.set_cookie(name, cookie, httponly=True, samesite="strict", secure=is_secure)
         return answer
 
     return router
-
-
-async def _use(bus: Bus, code: str) -> bool:
-    return await idempotency.use_once(bus, hashlib.sha256(code.encode()).hexdigest(), math.ceil(PAGE_S))

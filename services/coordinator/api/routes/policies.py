@@ -2,7 +2,8 @@
 
 import asyncio
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Annotated
 
 from fastapi import APIRouter, Path, Query, Response
@@ -24,10 +25,12 @@ from penstock.shared.process.telemetry import tell
 Version = Annotated[int, Path(ge=0, le=2**53, description="The version's number.")]
 After = Annotated[str | None, Query(pattern=r"^[0-9]{1,15}$", description="`next` of the page before.")]
 Only = Annotated[PolicyState | None, Query(description="Only versions in this state.")]
+Listed = Callable[[int, int, PolicyState | None], Awaitable[Page[PolicyView]]]
+"""Return a number of versions in a state (None: any) after one."""
 
 
-def policy_routes(parts: Parts) -> APIRouter:
-    """Return the routes under /v1/policies."""
+def policy_list(listed: Listed) -> APIRouter:
+    """Return the route of the versions that ``listed`` returns."""
     router = APIRouter(prefix="/v1/policies", tags=["policies"])
 
     @router.get(
@@ -37,8 +40,15 @@ def policy_routes(parts: Parts) -> APIRouter:
         response_model=Page[PolicyView],
     )
     async def policies(cursor: After = None, limit: Limit = 100, state: Only = None) -> Response:
-        page = await soon(_page(parts, -1 if cursor is None else int(cursor), limit, state))
+        page = await soon(listed(-1 if cursor is None else int(cursor), limit, state))
         return Response(page.model_dump_json(), media_type="application/json")  # valid: not checked twice
+
+    return router
+
+
+def policy_routes(parts: Parts) -> APIRouter:
+    """Return the routes under /v1/policies."""
+    router = policy_list(functools.partial(_page, parts))
 
     @router.get("/{version}", operation_id="getPolicy", summary="One policy version")
     async def policy(version: Version) -> PolicyView:

@@ -16,7 +16,7 @@ import functools
 import itertools
 import json
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from pathlib import Path as FilePath
 from typing import Annotated
 
@@ -24,7 +24,7 @@ from fastapi import APIRouter, Path, Query, Response
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
-from penstock.services.coordinator.api.dependencies import ENTRY, EntryCursor, Limit, Parts, page_of, soon
+from penstock.services.coordinator.api.dependencies import ENTRY, EntryCursor, Limit, Rows, page_of, soon
 from penstock.services.coordinator.records import jsonl
 from penstock.services.coordinator.records.curves import Curves
 from penstock.services.coordinator.records.recorder import rollout_line
@@ -41,7 +41,6 @@ from penstock.services.coordinator.schemas.records import excerpt as of_group
 from penstock.services.coordinator.schemas.resources import Page
 from penstock.shared.bus.encoding import wire
 from penstock.shared.bus.messages import Experience, Json, MemoryReport, StepReport
-from penstock.shared.bus.stores.run import records
 from penstock.shared.bus.streams import JOURNAL, MEMORY, STEPS, Row
 from penstock.shared.errors import MessageError
 
@@ -56,19 +55,20 @@ UpTo = Annotated[int | None, Query(ge=0, le=2**53, description="Groups that this
 Excerpt = Annotated[
     int | None, Query(ge=1, le=100_000, description="Characters of each completion: around `search`, else its end.")
 ]
+Groups = Callable[[str | None, int], Awaitable[list[RolloutView]]]
 _SEARCHED, _AT_ONCE = 1000, 50
 """Groups that one request examines; its `next` continues after them."""
 
 
-def record_routes(parts: Parts) -> APIRouter:
+def record_routes(rows: Rows, folder: FilePath) -> APIRouter:
     """Return the routes for training records."""
     router = APIRouter(prefix="/v1/run", tags=["run"])
-    curves, reading = functools.cache(lambda: Curves(parts.folder)), threading.Lock()
+    file, groups = folder / "rollouts.jsonl", functools.partial(_rollouts, rows, folder / "rollouts.jsonl")
+    curves, reading = functools.cache(lambda: Curves(folder)), threading.Lock()
 
     @router.get("/steps", operation_id="listSteps", summary="The trainer's report of each step, newest first")
     async def steps(cursor: EntryCursor = None, limit: Limit = 100) -> Page[StepView]:
-        rows = await soon(records.page(parts.bus, STEPS, cursor, limit + 1))
-        page = page_of(rows, limit, lambda row: row[0])
+        page = page_of(await soon(rows(STEPS, cursor, limit + 1)), limit, lambda row: row[0])
         views = (_step(entry, fields) for entry, fields in page.items)
         return Page(items=[step for step in views if step is not None], next=page.next)
 
@@ -87,8 +87,7 @@ def record_routes(parts: Parts) -> APIRouter:
 
     @router.get("/memory", operation_id="listMemory", summary="What each process held on its device, newest first")
     async def memory(cursor: EntryCursor = None, limit: Limit = 100) -> Page[MemoryView]:
-        rows = await soon(records.page(parts.bus, MEMORY, cursor, limit + 1))
-        page = page_of(rows, limit, lambda row: row[0])
+        page = page_of(await soon(rows(MEMORY, cursor, limit + 1)), limit, lambda row: row[0])
         views = (_memory(entry, fields) for entry, fields in page.items)
         return Page(items=[view for view in views if view is not None], next=page.next)
 
@@ -103,18 +102,18 @@ def record_routes(parts: Parts) -> APIRouter:
     ) -> Page[RolloutView]:
         sought = search.casefold()
         if step is not None and cursor is None:
-            cursor = await soon(_after_step(parts, step))
+            cursor = await soon(_after_step(rows, file, step))
         if search or problem:
-            page = await soon(_matching(parts, cursor, limit, sought, problem))
+            page = await soon(_matching(groups, cursor, limit, sought, problem))
         else:
-            page = page_of(await soon(_rollouts(parts, cursor, limit + 1)), limit, lambda rollout: rollout.id)
+            page = page_of(await soon(groups(cursor, limit + 1)), limit, lambda rollout: rollout.id)
         items = page.items if excerpt is None else [of_group(group, excerpt, sought) for group in page.items]
         return Page(items=items, next=page.next)
 
     @router.get("/rollouts/{entry}", operation_id="getRollout", summary="One group that was trained on")
     async def rollout(entry: Annotated[str, Path(pattern=ENTRY, description="The group's `id`.")]) -> RolloutView:
         at_ms, number = _place(entry)
-        for group in await soon(_rollouts(parts, f"{at_ms}-{number + 1}", 1)):
+        for group in await soon(groups(f"{at_ms}-{number + 1}", 1)):
             if group.id == entry:
                 return group
         raise HTTPException(404, f"no group {entry} is recorded")
@@ -153,32 +152,32 @@ def _memory(entry: str, fields: Mapping[bytes, bytes]) -> MemoryView | None:
     return MemoryView.model_validate({"id": entry, **dataclasses.asdict(report)})
 
 
-async def _rollouts(parts: Parts, cursor: str | None, count: int) -> list[RolloutView]:
-    rollouts = list(_journalled(await records.page(parts.bus, JOURNAL, cursor, count)))
+async def _rollouts(rows: Rows, file: FilePath, cursor: str | None, count: int) -> list[RolloutView]:
+    rollouts = list(_journalled(await rows(JOURNAL, cursor, count)))
     if len(rollouts) < count:
         before = rollouts[-1].id if rollouts else cursor
-        rollouts += await asyncio.to_thread(_recorded, parts.folder / "rollouts.jsonl", before, count - len(rollouts))
+        rollouts += await asyncio.to_thread(_recorded, file, before, count - len(rollouts))
     return rollouts
 
 
-async def _after_step(parts: Parts, step: int) -> str:
+async def _after_step(rows: Rows, file: FilePath, step: int) -> str:
     """Return a cursor after the newest group that ``step`` or an earlier one trained; after all groups without one."""
     cursor: str | None = None
-    while rows := await records.page(parts.bus, JOURNAL, cursor, _AT_ONCE):
-        for entry, fields in rows:
+    while page := await rows(JOURNAL, cursor, _AT_ONCE):
+        for entry, fields in page:
             if int(fields[b"step"]) <= step:
                 at_ms, number = _place(entry)
                 return f"{at_ms}-{number + 1}"
-        cursor = rows[-1][0]
-    newest = await asyncio.to_thread(jsonl.newest_up_to, parts.folder / "rollouts.jsonl", step)
+        cursor = page[-1][0]
+    newest = await asyncio.to_thread(jsonl.newest_up_to, file, step)
     return "1-0" if newest is None else f"{newest[0]}-{newest[1] + 1}"
 
 
-async def _matching(parts: Parts, cursor: str | None, limit: int, search: str, problem: str) -> Page[RolloutView]:
+async def _matching(groups: Groups, cursor: str | None, limit: int, search: str, problem: str) -> Page[RolloutView]:
     """Return the groups of ``problem``, if given, with ``search`` in a text of theirs."""
     matching: list[RolloutView] = []
     for _ in range(0, _SEARCHED, _AT_ONCE):
-        page = await _rollouts(parts, cursor, _AT_ONCE)
+        page = await groups(cursor, _AT_ONCE)
         for rollout in page:
             cursor = rollout.id
             if problem in ("", rollout.row_id, rollout.problem) and search in _text(rollout):

@@ -1,6 +1,7 @@
 """The run over HTTP: view, commands, settings and operations."""
 
 import dataclasses
+from collections.abc import Awaitable, Callable
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Path, Query, Response
@@ -28,13 +29,20 @@ Number = Annotated[int, Path(ge=1, le=2**53, description="The operation's number
 NumberCursor = Annotated[str | None, Query(pattern=r"^[0-9]{1,15}$", description="`next` of the page before.")]
 
 
-def run_routes(parts: Parts) -> APIRouter:
-    """Return the routes under /v1/run."""
+def run_view(text: Callable[[], Awaitable[bytes]]) -> APIRouter:
+    """Return the route of the run's view, of which ``text`` returns the JSON."""
     router = APIRouter(prefix="/v1/run", tags=["run"])
 
     @router.get("", operation_id="getRun", summary="The run, now", response_model=RunView)
     async def get_run() -> Response:
-        return Response(await soon(parts.monitor.text()), media_type="application/json")
+        return Response(await soon(text()), media_type="application/json")
+
+    return router
+
+
+def run_routes(parts: Parts) -> APIRouter:
+    """Return the routes under /v1/run."""
+    router = run_view(parts.monitor.text)
 
     @router.get("/history", operation_id="listStates", summary="Every state of the run with its reason, newest first")
     async def states(cursor: EntryCursor = None, limit: Limit = 100) -> Page[StateView]:
