@@ -46,7 +46,7 @@ class TemplateEndless(TemplateFailed):
 
 def render(
     tokenizer: Any,
-    turns: Sequence[Mapping[str, str]],
+    turns: Sequence[Mapping[str, Any]],
     *,
     add_generation_prompt: bool = False,
     template: str | None = None,
