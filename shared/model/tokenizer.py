@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from penstock.shared.bus.messages import Int32Array, Prompt
+from penstock.shared.bus.messages import Int32Array, Json, Prompt
 from penstock.shared.errors import PermanentError, SettingsError
 from penstock.shared.model.model_source import check_tokenizer
 from penstock.shared.model.rendering import chat_template
@@ -217,14 +217,15 @@ class TokenizerCodec:
         content = prompt.text, prompt.messages, prompt.sampling.max_new_tokens, prompt.admitted_at_s
         token_ids = self._recent.get(content)
         if token_ids is None:
-            token_ids = self._recent[content] = self._checked(prompt)
+            token_ids = self._recent[content] = self.checked(prompt, self._token_ids(prompt))
             token_ids.setflags(write=False)
             if len(self._recent) > _RECENT_PROMPTS:
                 self._recent.popitem(last=False)
         return token_ids
 
-    def _checked(self, prompt: Prompt) -> Int32Array:
-        token_ids = np.array(self._token_ids(prompt), dtype=np.int32)
+    def checked(self, prompt: Prompt, ids: list[int]) -> Int32Array:
+        """Return a prompt's token ids as an array. Raises PermanentError: a model cannot read them."""
+        token_ids = np.array(ids, dtype=np.int32)
         if len(token_ids) == 0:
             raise PermanentError(f"expected a prompt of at least one token in {prompt.problem}, found an empty one")
         longest = self._context_tokens - prompt.sampling.max_new_tokens
@@ -263,7 +264,7 @@ class TokenizerCodec:
                 "messages: change data.prompt_field or policy.tokenizer"
             )
         self._check_whole(prompt)
-        return self.render(prompt, add_generation_prompt=True)
+        return self.tokens(self.rendered(prompt, add_generation_prompt=True))
 
     def _check_whole(self, prompt: Prompt) -> None:
         rendered = self.plain(self.rendered(prompt, add_generation_prompt=True))
@@ -278,9 +279,8 @@ class TokenizerCodec:
         """Return ``text`` without white space, special tokens, and what chat templates read from messages."""
         return "".join(self._special.sub("", _FLAG.sub("", text)).split())
 
-    def render(self, prompt: Prompt, *, add_generation_prompt: bool) -> list[int]:
-        """Return the tokens of a prompt's messages; raises PermanentError."""
-        text = self.rendered(prompt, add_generation_prompt=add_generation_prompt)
+    def tokens(self, text: str) -> list[int]:
+        """Return the tokens of a rendered conversation."""
         token_ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         return token_ids
 
@@ -290,22 +290,27 @@ class TokenizerCodec:
         if (text := self._prepared.get(key)) is not None:
             return text
         turns = [{"role": message.role, "content": message.content} for message in prompt.messages or ()]
+        text = self._prepared[key] = self.conversation(turns, prompt, add_generation_prompt=add_generation_prompt)
+        if len(self._prepared) > _RECENT_PROMPTS:
+            self._prepared.popitem(last=False)
+        return text
+
+    def conversation(
+        self, turns: Sequence[Mapping[str, Json]], prompt: Prompt, *, add_generation_prompt: bool, tools: Json = None
+    ) -> str:
+        """Return the text of ``turns``, at the time of ``prompt``; raises PermanentError."""
         try:
-            text = chat_template.render(
+            return chat_template.render(
                 self._tokenizer,
                 turns,
                 add_generation_prompt=add_generation_prompt,
-                arguments=self._template_arguments,
+                arguments={**self._template_arguments, "tools": tools} if tools else self._template_arguments,
                 at_s=clock_of(prompt),
             )
         except chat_template.TemplateFailed as error:
             raise PermanentError(
                 f"the chat template cannot render the messages of {prompt.problem}: {error}"
             ) from error
-        self._prepared[key] = text
-        if len(self._prepared) > _RECENT_PROMPTS:
-            self._prepared.popitem(last=False)
-        return text
 
 
 def _log_as_we_do() -> None:

@@ -17,7 +17,7 @@ from penstock.services.coordinator.admission.dataset import Dataset, Problem
 from penstock.services.coordinator.service import Data, load_data, order_of
 from penstock.services.up.display import console
 from penstock.services.up.requirements import functions_checked
-from penstock.shared.bus.messages import Sampling
+from penstock.shared.bus.messages import Int32Array, Sampling
 from penstock.shared.errors import PermanentError
 from penstock.shared.model.context import own_context, read_config
 from penstock.shared.model.model_source import check_tokenizer
@@ -88,7 +88,7 @@ def measure(problems: Sequence[Problem], settings: Settings, codec: TokenizerCod
     tokens, refused = [], []
     for index in chosen:
         try:
-            tokens.append(len(codec.encode(problems[index].prompt(0, _sampling(settings, problems[index])))))
+            tokens.append(len(_prompt_ids(problems[index], settings, codec)))
         except PermanentError as error:
             refused.append(str(error))
     return PromptLengths(tokens, refused)
@@ -112,9 +112,10 @@ def histogram(tokens: Sequence[int]) -> list[str]:
     ]
 
 
-def _sampling(settings: Settings, problem: Problem) -> Sampling:
-    new = settings.sampling.max_new_tokens if problem.demonstration is None else 1
-    return Sampling(1, new, settings.sampling.temperature)
+def _prompt_ids(problem: Problem, settings: Settings, codec: TokenizerCodec) -> Int32Array:
+    if problem.demonstration is not None:
+        return problem.demonstration.prompt_token_ids
+    return codec.encode(problem.prompt(0, Sampling(1, settings.sampling.max_new_tokens, settings.sampling.temperature)))
 
 
 def _say_counts(settings: Settings, train: Dataset) -> None:
@@ -135,7 +136,7 @@ def _say_counts(settings: Settings, train: Dataset) -> None:
 
 def _say_prompt(place: int, problem: Problem, settings: Settings, codec: TokenizerCodec, tokenizer: Tokenizer) -> None:
     try:
-        token_ids = codec.encode(problem.prompt(0, _sampling(settings, problem)))
+        token_ids = _prompt_ids(problem, settings, codec)
     except PermanentError as error:
         console.say(f"\nprompt {place + 1}: cannot be generated: {error}")
         return
@@ -148,6 +149,11 @@ def _say_prompt(place: int, problem: Problem, settings: Settings, codec: Tokeniz
         for name, completion in zip(names, shown.completions, strict=True):
             (text,) = tokenizer.batch_decode([completion.token_ids.tolist()], skip_special_tokens=False)
             console.say(f"{name} ({len(completion.token_ids)} tokens): {text[:_LONGEST_PROMPT]}")
+            for first, last, is_sampled in completion.spans if len(completion.segments) else ():
+                (text,) = tokenizer.batch_decode([completion.token_ids[first:last].tolist()], skip_special_tokens=False)
+                console.say(
+                    f"  {'trained' if is_sampled else 'given'} ({last - first} tokens): {text[:_LONGEST_PROMPT]!r}"
+                )
 
 
 def _say_lengths(lengths: PromptLengths, problems: int) -> None:

@@ -277,7 +277,7 @@ def _problem(
     if demonstrations is not None:
         rest, completions = demonstrations.split(row)
         problem = _problem(source, rest, data, scorers)
-        row_id = _row_id(problem.row_id, *completions)
+        row_id = _row_id(problem.row_id, *(each if isinstance(each, str) else each.learned for each in completions))
         return dataclasses.replace(problem, demonstration=demonstrations.encode(problem, completions), row_id=row_id)
     question = _question(row, data)
     text, messages = _with_system(*question, data.system)

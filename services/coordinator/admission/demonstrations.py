@@ -5,7 +5,8 @@
     {"prompt": "12+34=", "completion": "46"}           ids of the prompt | ids of "46" after it, then the end
     {"messages": [{"role": "user", …}, {"role": "assistant", …}]}        prompt as generated | the rest of the template
 
-With ``data.rejected_field`` a row is a preference pair: a group of two samples, the better one with reward 1, the other
+Of several turns (:mod:`conversations <penstock.services.coordinator.admission.conversations>`) the assistant's are
+sampled segments. With ``data.rejected_field`` a row is a preference pair: a group of two samples, the better one with reward 1, the other
 with 0::
 
     {"prompt": "12+34=", "chosen": "46", "rejected": "47"}               the prompt's ids | "46", end | "47", end
@@ -18,6 +19,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from penstock.services.coordinator.admission.conversations import (
+    ASSISTANT,
+    Conversation,
+    Reader,
+    answer_of,
+    conversation_of,
+    is_assistants,
+    tools_of,
+)
 from penstock.services.coordinator.admission.dataset_files import BadRow
 from penstock.shared.bus.messages import (
     ChatMessage,
@@ -31,6 +41,8 @@ from penstock.shared.bus.messages import (
     Sample,
     SampleScores,
     Sampling,
+    no_ids,
+    no_segments,
 )
 from penstock.shared.errors import PermanentError, SettingsError
 from penstock.shared.model.context import own_context, read_config
@@ -41,7 +53,6 @@ if TYPE_CHECKING:
     from penstock.services.coordinator.admission.dataset import Problem
 
 REPLICA = "demonstrations"
-_ASSISTANT = "assistant"
 _MESSAGES = "messages"
 
 
@@ -49,6 +60,14 @@ _MESSAGES = "messages"
 class Completion:
     token_ids: Int32Array
     text: str
+    segments: Int32Array = dataclasses.field(default_factory=no_segments)
+
+    @property
+    def spans(self) -> list[tuple[int, int, bool]]:
+        """First token, the one after the last, and whether it is trained, of each segment."""
+        firsts = self.segments[:, 0].tolist() or [0]
+        trained = (self.segments[:, 2] == 1).tolist() or [True]
+        return list(zip(firsts, [*firsts[1:], len(self.token_ids)], trained, strict=True))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -75,7 +94,8 @@ class Demonstrations:
         limits = Limits(self._context, vocabulary if isinstance(vocabulary, int) else UNLIMITED)
         self._tokenizer = open_tokenizer(settings.policy)
         self._codec = TokenizerCodec(self._tokenizer, limits, settings.data.chat_template, settings.reward)
-        self._vocabulary, self._ends = limits.vocabulary, frozenset(stop_tokens(self._tokenizer))
+        self._vocabulary, ends = limits.vocabulary, frozenset(stop_tokens(self._tokenizer))
+        self._turns = Reader(self._codec, ends, self._tokenizer.eos_token_id, self._context)
         self._most = settings.trainer.micro_batch_tokens
         self._field = settings.data.completion_field
         self._rejected, self._prompt_field = settings.data.rejected_field, settings.data.prompt_field
@@ -90,75 +110,93 @@ class Demonstrations:
     def has_completion(self, row: Mapping[str, object]) -> bool:
         turns = row.get(_MESSAGES)
         last = turns[-1] if isinstance(turns, list) and len(turns) > 1 else None
-        return row.get(self._field) is not None or (isinstance(last, Mapping) and last.get("role") == _ASSISTANT)
+        return row.get(self._field) is not None or (is_assistants(last))
 
-    def split(self, row: Mapping[str, object]) -> tuple[dict[str, object], tuple[str, ...]]:
+    def split(self, row: Mapping[str, object]) -> tuple[dict[str, object], tuple[str | Conversation, ...]]:
         """Return a row without its completion, and the completion, or both of a pair. Raises BadRow."""
+        columns = {"data.completion_field": self._field}
         if self._rejected:
-            return self._split_pair(row)
-        rest = {name: value for name, value in row.items() if name != self._field}
-        value, turns = row.get(self._field), row.get(_MESSAGES)
-        if value is None and isinstance(turns, list) and len(turns) > 1:
-            rest, value = {**rest, _MESSAGES: turns[:-1]}, turns[-1:]
-        if not (text := _text(value)):
-            raise BadRow(
-                f"expected a completion in {self._field!r}, or {_MESSAGES!r} that end with the {_ASSISTANT}'s, found neither: "
-                "change data.completion_field"
-            )
-        return rest, (text,)
-
-    def _split_pair(self, row: Mapping[str, object]) -> tuple[dict[str, object], tuple[str, ...]]:
-        columns = {"data.completion_field": self._field, "data.rejected_field": self._rejected}
+            columns["data.rejected_field"] = self._rejected
         rest = {name: value for name, value in row.items() if name not in columns.values()}
-        values = [row.get(name) for name in columns.values()]
-        lists = [value for value in values if isinstance(value, list) and len(value) > 1]
-        if len(lists) == 2:
-            rest, values = self._without_prompt(rest, *lists), [turns[-1:] for turns in lists]
-        texts = []
+        rest, values = self._without_prompt(rest, [row.get(name) for name in columns.values()])
+        asked = next((name for name in (self._prompt_field, _MESSAGES) if rest.get(name) is not None), _MESSAGES)
+        tools = tools_of(row) if isinstance(rest.get(asked), list) else None
+        answers = []
         for (setting, name), value in zip(columns.items(), values, strict=True):
-            if not (text := _text(value)):
-                raise BadRow(
-                    f"expected a completion in {name!r}, as text or as a message of the {_ASSISTANT}, found none: change {setting}"
-                )
-            texts.append(text)
-        if texts[0] == texts[1]:
+            if not (answer := answer_of(value, rest.get(asked), tools, name)):
+                form = f"or {_MESSAGES!r} that end with the {ASSISTANT}'s, found neither"
+                if self._rejected:
+                    form = f"as text or as a message of the {ASSISTANT}, found none"
+                raise BadRow(f"expected a completion in {name!r}, {form}: change {setting}")
+            answers.append(answer)
+        if answers[1:] == answers[:1]:
             raise BadRow(
                 f"expected different completions in {self._field!r} and {self._rejected!r}, found the same one twice"
             )
-        return rest, tuple(texts)
+        for answer in answers:
+            if isinstance(answer, Conversation):
+                rest = {**rest, asked: answer.prompt}
+        return rest, tuple(answers)
 
     def _without_prompt(
-        self, rest: Mapping[str, object], better: list[object], worse: list[object]
-    ) -> dict[str, object]:
-        """Return a row whose messages are the prompt of two whole conversations. Raises BadRow: they have none in common."""
-        begin, last = better[:-1], better[-2]
-        if begin != worse[:-1]:
+        self, rest: dict[str, object], values: list[object]
+    ) -> tuple[dict[str, object], Sequence[object]]:
+        """Return the row with its prompt, and the completions alone, where they are whole conversations. Raises BadRow."""
+        names, wholes = [self._field, self._rejected], values
+        if not self._rejected:
+            names, wholes = [_MESSAGES], [] if values[0] is not None else [rest.get(_MESSAGES)]
+        turns = [value for value in wholes if isinstance(value, list) and len(value) > 1]
+        if len(turns) < len(values) or (self._rejected and all(is_assistants(each[0]) for each in turns)):
+            return rest, values
+        first, columns = _first_answer(turns), " and ".join(map(repr, names))
+        if not first and not self._rejected:
+            return rest, values
+        if not first:
             raise BadRow(
-                f"expected conversations in {self._field!r} and {self._rejected!r} that differ only in their last message, found "
-                "others: give the prompt in data.prompt_field, and the last message alone in both columns"
+                f"expected conversations in {columns} that begin with the same question, found others: give the prompt in "
+                f"data.prompt_field, and the {ASSISTANT}'s messages alone in both columns"
             )
-        prompt = rest.get(self._prompt_field)
+        begin, answers = turns[0][:first], [*(each[first:] for each in turns)]
+        if not self._rejected and len(answers[0]) == 1:
+            return {**rest, _MESSAGES: begin}, answers
+        prompt, question = (
+            rest.get(self._prompt_field),
+            begin[-1].get("content") if isinstance(begin[-1], dict) else None,
+        )
         given = rest.get(_MESSAGES) if prompt is None else prompt
-        question = last.get("content") if isinstance(last, dict) else None
-        if given is not None and given not in (begin, better, question):
+        if given is not None and given not in (begin, turns[0], question):
             raise BadRow(
-                f"expected conversations in {self._field!r} and {self._rejected!r} that begin with the row's prompt, found another "
-                "prompt: change data.prompt_field"
+                f"expected conversations in {columns} that begin with the row's prompt, found another prompt: change "
+                "data.prompt_field"
             )
         others = {name: value for name, value in rest.items() if name not in (self._prompt_field, _MESSAGES)}
-        return {**others, _MESSAGES: begin}
+        return {**others, _MESSAGES: begin}, answers
 
-    def encode(self, problem: "Problem", completions: Sequence[str]) -> Demonstration:
+    def encode(self, problem: "Problem", completions: Sequence[str | Conversation]) -> Demonstration:
         """Raises BadRow: the row does not fit the tokenizer, the model's context or a forward pass."""
         prompt = dataclasses.replace(problem.prompt(0, _sampling(1)), admitted_at_s=time.time())
         try:
-            prompt_ids = self._codec.encode(prompt)
-            encoded = [Completion(self._completion_ids(prompt, prompt_ids, text), text) for text in completions]
+            if prompt.messages is None:
+                prompt_ids = self._codec.encode(prompt)
+                encoded = [
+                    Completion(self._completion_ids(prompt, prompt_ids, str(text)), str(text)) for text in completions
+                ]
+            else:
+                prompt_ids, encoded = self._encode_turns(prompt, prompt.messages, completions)
         except PermanentError as error:
             raise BadRow(str(error)) from error
         shown = Demonstration(prompt_ids, *encoded)
         self._check(shown)
         return shown
+
+    def _encode_turns(
+        self, prompt: Prompt, messages: tuple[ChatMessage, ...], completions: Sequence[str | Conversation]
+    ) -> tuple[Int32Array, list[Completion]]:
+        prompt_ids, encoded = no_ids(), []
+        for each in completions:
+            prompt_ids, ids, segments = self._turns.encode(conversation := conversation_of(each, messages), prompt)
+            encoded.append(Completion(ids, conversation.text, segments))
+        return prompt_ids, encoded
 
     def _check(self, shown: Demonstration) -> None:
         lengths, kind = [len(each.token_ids) for each in shown.completions], "demonstration"
@@ -179,34 +217,11 @@ class Demonstrations:
 
     def _completion_ids(self, prompt: Prompt, prompt_ids: Int32Array, completion: str) -> Int32Array:
         end, begin = self._tokenizer.eos_token_id, prompt_ids.tolist()
-        if prompt.messages is None:
-            whole = encode_text(self._tokenizer, f"{prompt.text}{completion}")
-            if whole[: len(begin)] != begin:  # a token would span both; a policy continues the prompt's own tokens
-                whole = [*begin, *self._tokenizer(completion, add_special_tokens=False)["input_ids"]]
-            ids = whole[len(begin) :]
-            return np.array(ids if ids[-1:] == [end] else [*ids, end], dtype=np.int32)
-        answered = dataclasses.replace(prompt, messages=(*prompt.messages, ChatMessage(_ASSISTANT, completion)))
-        self._check_rendered(self._codec.rendered(answered, add_generation_prompt=False), completion)
-        whole = self._codec.render(answered, add_generation_prompt=False)
-        if whole[: len(begin)] != begin or len(whole) == len(begin):
-            raise BadRow(
-                "expected a chat template that renders an answered conversation as the prompt and what follows it, found "
-                "another beginning: change data.chat_template, or give prompt and completion as texts"
-            )
+        whole = encode_text(self._tokenizer, f"{prompt.text}{completion}")
+        if whole[: len(begin)] != begin:  # a token would span both; a policy continues the prompt's own tokens
+            whole = [*begin, *self._tokenizer(completion, add_special_tokens=False)["input_ids"]]
         ids = whole[len(begin) :]
-        last = max((place for place, token_id in enumerate(ids, 1) if token_id in self._ends), default=0)
-        while last > 1 and ids[last - 2] in self._ends:
-            last -= 1
-        return np.array(ids[:last] if last else [*ids, end], dtype=np.int32)
-
-    def _check_rendered(self, rendered: str, completion: str) -> None:
-        text, plain = self._codec.plain(rendered), self._codec.plain(completion)
-        if not text.endswith(plain):
-            change = "puts text after it" if plain in text else "leaves a part of it out"
-            raise BadRow(
-                f"expected a chat template that renders the {_ASSISTANT}'s message as it is, and ends it with special tokens of "
-                f"the tokenizer, but it {change}: change policy.tokenizer, or give prompt and completion as texts"
-            )
+        return np.array(ids if ids[-1:] == [end] else [*ids, end], dtype=np.int32)
 
 
 class Kind:
@@ -238,6 +253,17 @@ class Kind:
         return self._demonstrations if has else None
 
 
+def _first_answer(wholes: Sequence[list[object]]) -> int:
+    """Return where the assistant's turns begin, of two conversations those up to the first difference; 0: there is none."""
+    turns, *others = wholes
+    if not others:
+        begins = (at for at in range(1, len(turns)) if is_assistants(turns[at]) and not is_assistants(turns[at - 1]))
+        return next(begins, 0)
+    shortest = min(len(turns), len(others[0])) - 1
+    equal = next((at for at in range(shortest) if turns[at] != others[0][at]), shortest)
+    return next((at for at in range(equal, 0, -1) if all(is_assistants(whole[at]) for whole in wholes)), 0)
+
+
 def experience(problem: "Problem", group_id: int, newest: PolicyVersion) -> Experience:
     """Return the problem's demonstration as a group that was admitted under ``newest``, ready to be trained."""
     shown = problem.demonstration
@@ -248,7 +274,14 @@ def experience(problem: "Problem", group_id: int, newest: PolicyVersion) -> Expe
     prompt = dataclasses.replace(asked, min_version=newest, purpose=Purpose.DEMONSTRATE, admitted_at_s=now_s)
     spans = np.array([[0, newest]], dtype=np.int32)
     samples = tuple(
-        Sample(each.token_ids, np.zeros(len(each.token_ids), np.float32), spans, FinishReason.STOP, each.text)
+        Sample(
+            each.token_ids,
+            np.zeros(len(each.token_ids), np.float32),
+            spans,
+            FinishReason.STOP,
+            each.text,
+            segments=each.segments,
+        )
         for each in completions
     )
     group = RolloutGroup(prompt, shown.prompt_token_ids, samples, REPLICA, now_s, now_s)
@@ -258,10 +291,3 @@ def experience(problem: "Problem", group_id: int, newest: PolicyVersion) -> Expe
 
 def _sampling(tokens: int, samples: int = 1) -> Sampling:
     return Sampling(samples=samples, max_new_tokens=tokens, temperature=1.0)
-
-
-def _text(value: object) -> str | None:
-    """Return a completion, a text or a list with a message of the assistant, or None."""
-    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], dict):
-        value = value[0].get("content") if value[0].get("role") == _ASSISTANT else None
-    return value if isinstance(value, str) else None

@@ -80,7 +80,7 @@ def test_trls_conversations_with_and_without_the_prompt_are_the_same_pair(tmp_pa
         ({"prompt": "1", "chosen": "2", "rejected": said("2")}, "expected different completions in 'chosen' and 'rejected', found the same one twice"),
         ({"prompt": "1", "chosen": "2", "rejected": "2<eos>"}, "expected different tokens of the completions in 'chosen' and 'rejected', found the same"),
         ({"chosen": "2", "rejected": "3"}, "expected a column 'prompt' or 'messages' that is not null, found no column"),
-        ({"chosen": [QUESTION, *said("2")], "rejected": [{"role": "user", "content": "1+2"}, *said("3")]}, "differ only in their last message, found others"),
+        ({"chosen": [QUESTION, *said("2")], "rejected": [{"role": "user", "content": "1+2"}, *said("3")]}, "begin with the same question, found others"),
         ({"prompt": "1+2", "chosen": [QUESTION, *said("2")], "rejected": [QUESTION, *said("3")]}, "begin with the row's prompt, found another prompt"),
         ({"prompt": "1+1=", "chosen": "1" * 20, "rejected": "2" * 15}, r"expected a pair of at most 40 tokens \(trainer.micro_batch_tokens\), found 41"),
     ],
