@@ -23,7 +23,7 @@
     events         every service, rollbacks → people          trimmed
     questions      API → rollout                              trimmed (`stores.questions`)
     answers        rollout → API                              trimmed
-    audit          scripts → people                           trimmed (how every group ended)
+    audit          scripts → people                           trimmed (how every group ended, and lost samples)
     history        scripts → people                           trimmed (every state of the run, with its reason)
     memory         every process with a model → people        trimmed (what it holds on its device, by phase)
     <stream>.dead  scripts → API                              a person revives (back onto its stream) or discards it
