@@ -170,7 +170,7 @@ class Scoring:
 
         Args:
             last: drop the samples of a training group that a scorer could not score, if at least half of
-                them, and two, are left.
+                those that its prompt asks for, and two, are left.
 
         Raises:
             TemporaryError: a scorer could not work now.
@@ -182,8 +182,8 @@ class Scoring:
         with IN_PROGRESS.track_inprogress():
             columns, reference_logprobs, group = await self._ask(self._applying(group.prompt), group)
         if missing := await self._note(columns, group.prompt.problem):
-            scored = _scored_places(columns)
-            if not last or group.prompt.purpose is not Purpose.TRAIN or len(scored) < max(2, len(group.samples) / 2):
+            scored, least = _scored_places(columns), max(2, group.prompt.sampling.samples / 2)
+            if not last or group.prompt.purpose is not Purpose.TRAIN or len(scored) < least:
                 raise TemporaryError(
                     f"scorer {missing.scorer!r} unavailable: {missing.detail} ({group.prompt.problem})"
                 )

@@ -3,9 +3,11 @@
 ::
 
     generating        group → its Prompt                       a group is here until it is whole or has ended
-    assembly:<group>  parts, missing, dropped, @<part> → its entry on prompts, or <part> → its RolloutGroup, of one sample or of
-                      several that ended together, under the first of them
+    assembly:<group>  parts, missing, lost, @<part> → its entry on prompts, or <part> → its RolloutGroup, of one sample or
+                      of several that ended together, under the first of them
     rollouts          [Prompt, part, part, …]                  the array that ``hand_over.lua`` makes of the last part
+
+A sample whose attempts are spent is lost: its group is made of the others, if they are at least half of it, and two.
 """
 
 import dataclasses
@@ -85,7 +87,11 @@ def join(pieces: Sequence[Any]) -> dict[str, Any]:
     return {
         "prompt": prompt,
         "prompt_token_ids": tokens,
-        "samples": join_columns([part["samples"] for part in parts], _order(places), wire.late_defaults(Sample)),
+        "samples": join_columns(
+            [part["samples"] for part in parts],
+            _order(places, prompt["sampling"]["samples"]),
+            wire.late_defaults(Sample),
+        ),
         "replica": ", ".join(sorted({part["replica"] for part in parts}))[:1024],
         "started_at_s": min(part["started_at_s"] for part in parts),
         "finished_at_s": max(part["finished_at_s"] for part in parts),
@@ -93,15 +99,15 @@ def join(pieces: Sequence[Any]) -> dict[str, Any]:
     }
 
 
-def _order(places: Sequence[Any]) -> list[int]:
-    """Return the samples in the order of their places, of which some may have been dropped.
+def _order(places: Sequence[Any], samples: int) -> list[int]:
+    """Return the order of samples by their places in a group of ``samples``, of which some may be lost.
 
     Raises:
         MessageError: they are not those of a group.
     """
-    rows = {place: row for row, place in enumerate(places) if type(place) is int}
-    if len(rows) != len(places) or min(rows) < 0:
-        raise MessageError(f"expected each of {len(places)} samples of a group once, found others")
+    rows = {place: row for row, place in enumerate(places) if type(place) is int and 0 <= place < samples}
+    if not min(samples, max(2, samples / 2)) <= len(rows) == len(places):
+        raise MessageError(f"expected at least half of the {samples} samples of a group, each once, found others")
     return [rows[place] for place in sorted(rows)]
 
 

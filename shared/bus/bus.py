@@ -325,18 +325,28 @@ class Bus(Commands):
         alone = zip(deliveries, split(part), strict=True)
         return sum([await self.hand_over(delivery, output, sample) for delivery, sample in alone])
 
-    async def drop_part(self, delivery: Delivery[Any], output: Stream) -> bool:
-        """Drop a sample of a group, which is published if it was the last; False if too few would be left."""
-        return await self._handed_over([delivery], output, b"") >= 0
-
     async def _hand_over(self, deliveries: Sequence[Delivery[Any]], output: Stream, payload: bytes) -> bool:
-        return bool(await self._handed_over(deliveries, output, payload))
+        return await self._finish(deliveries, output, payload) == 1
 
-    async def _handed_over(self, deliveries: Sequence[Delivery[Any]], output: Stream, payload: bytes) -> int:
+    async def lose(self, delivery: Delivery[Any], output: Stream, cause: str) -> bool | None:
+        """Give up a sample, so that its group is made of the others; False if another consumer was first.
+
+        None: fewer than half of the group's samples, or than two, would be left, and nothing is changed.
+        """
+        answer = await self._finish([delivery], output, b"", f"sample {delivery.part}: {cause}"[:_LONGEST_REASON])
+        return None if answer < 0 else answer == 1
+
+    async def _finish(
+        self, deliveries: Sequence[Delivery[Any]], output: Stream, payload: bytes, cause: str = ""
+    ) -> int:
         given = _input(deliveries[0])
         del given["part"], given["entry_id"]
         entries = [word for delivery in deliveries for word in (delivery.part, delivery.entry_id)]
-        return int(await self.script("hand_over", **given, output=output, payload=payload, entries=entries))
+        answer = await self.script(
+            "hand_over", **given, output=output, payload=payload, cause=cause, audit_entries=self.audit_entries,
+            entries=entries,
+        )  # fmt: skip
+        return int(answer)
 
     async def drop(self, delivery: Delivery[Any], reason: str, detail: str = "") -> bool:
         """Drop a group, counted as ``dropped:<reason>``."""
@@ -421,7 +431,7 @@ class Bus(Commands):
         return (await self.depths(stream))[0]
 
     async def counts(self) -> dict[str, int]:
-        """Count endings of groups: ``trained``, ``dropped:<reason>``, ``dead:<stream>``, ``requeued``."""
+        """Count endings of groups: ``trained``, ``dropped:<reason>``, ``dead:<stream>``; and those of ``NO_ENDINGS``."""
         return read_counts(await self.hgetall(COUNTS))
 
     async def remove(self, stream: Stream) -> None:

@@ -59,9 +59,16 @@ ASSEMBLY = key(
     "assembly:<group>",
     "hash",
     "until the group is whole",
-    "parts, missing, dropped; @part → its entry on `prompts`; part → its generated sample, or several that ended together",
+    "parts, missing, lost; @part → its entry on `prompts`; part → its generated sample, or several that ended together",
 )
-COUNTS = key("counts", "hash", "the run's", "`trained`, `dropped:<reason>`, `dead:<stream>`, `requeued`: exact (`Bus`)")
+COUNTS = key(
+    "counts",
+    "hash",
+    "the run's",
+    "`trained`, `dropped:<reason>`, `dead:<stream>`, `requeued`, `lost_samples`: exact (`Bus`)",
+)
+NO_ENDINGS = ("requeued", "lost_samples")
+"""Counts that are not of groups that ended."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

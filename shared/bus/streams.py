@@ -24,7 +24,7 @@
     events         every service, rollbacks → people          trimmed
     questions      API → rollout                              trimmed (`stores.questions`)
     answers        rollout → API                              trimmed
-    audit          scripts → people                           trimmed (how every group ended)
+    audit          scripts → people                           trimmed (how every group ended, and lost samples)
     history        scripts → people                           trimmed (every state of the run, with its reason)
     memory         every process with a model → people        trimmed (what it holds on its device, by phase)
     <stream>.dead  scripts → API                              a person revives (back onto its stream) or discards it
@@ -52,8 +52,6 @@ class Stream:
     group: str | None = None
     max_entries: int | None = None
     """Approximate length at which the oldest entries are trimmed; None for data streams."""
-    drops: bool = False
-    """Whether a sample that failed at its last attempt is dropped, if half of its group and two are left."""
 
     @property
     def dead(self) -> "Stream":
@@ -62,7 +60,7 @@ class Stream:
 
 
 PROMPTS = Stream("prompts", group="rollout")
-EPISODES = Stream("episodes", group="episodes", drops=True)
+EPISODES = Stream("episodes", group="episodes")
 ROLLOUTS = Stream("rollouts", group="reward")
 EXPERIENCE = Stream("experience", group="trainer")
 EVAL_PROMPTS = Stream("eval_prompts", group="rollout")

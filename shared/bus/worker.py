@@ -2,10 +2,11 @@
 
 ::
 
-    read ──▶ attempts > max? ──▶ bury
+    read ──▶ attempts > max? ──▶ lose or bury
       │            │
       │      handler(message) ──▶ result ──▶ hand over (dropped if another consumer was first)
-      │            ├── TemporaryError ──▶ given back, tried again after a growing delay, counted as an attempt
+      │            ├── TemporaryError ──▶ given back, tried again after a growing delay, counted as an attempt; after the
+      │            │                      last one a sample is lost, if its group can be made without it, or buried
       │            ├── NotHere        ──▶ given back, for anybody at once, not counted
       │            ├── PermanentError ──▶ bury
       │            ├── ENDS_PROCESS   ──▶ the process ends; what it held is suspect
@@ -15,7 +16,7 @@
       └── reclaim: what was given back, or not renewed for ``claim_after_s``
 
 **Suspects**: entries held by a process that died or fell silent. Only deaths during attempts made alone count; there
-the samples of one group are one, since a sample that is buried ends its group.
+the samples of one group are tried together.
 
 Shutdown: stop taking; wait up to ``drain_s`` for held entries; cancel the rest and give it back uncounted.
 """
@@ -46,8 +47,7 @@ log = logging.getLogger(__name__)
 ENTRIES = Counter(
     "penstock_bus_entries_total",
     "Entries of a stream by what this process did with them: handed_over, late (another replica was first), retried, "
-    "buried, dropped (a sample without which its group continues), "
-    "given_back, reclaimed (taken over from a silent replica).",
+    "buried, lost (a sample, without which its group is made), given_back, reclaimed (taken over from a silent replica).",
     ["stream", "outcome"],
 )
 HANDLER_ERRORS = Counter(
@@ -71,7 +71,7 @@ _ROUNDING_S = 0.005
 """The server counts idle time in milliseconds."""
 
 Bug = Callable[[str, str], Awaitable[None]]
-"""Receives the group and the exception's text."""
+"""Receives the group, and the exception's text or why a sample is lost."""
 HandOver = Callable[[RolloutGroup], Awaitable[None]]
 Together = Callable[[Prompt, Sequence[int], HandOver], Awaitable[None]]
 """Generates samples of a group, and hands over those that ended together, as they end."""
@@ -102,8 +102,8 @@ class WorkCounts:
     """Results dropped because another consumer was first."""
     retried: int = 0
     buried: int = 0
-    dropped: int = 0
-    """Samples without which their groups continue."""
+    lost: int = 0
+    """Samples without which their groups are made."""
     given_back: int = 0
     reclaimed: int = 0
     last_error: str = ""
@@ -131,7 +131,7 @@ class Worker(Generic[In, Out]):
     Args:
         last: handles an entry's last attempt; default: ``handler``.
         crowd: shared by the workers of one process.
-        bug: receives exceptions that are bugs.
+        bug: receives exceptions that are bugs, and lost samples.
         together: handles new samples of one group that a read returned, of which each is an entry; what it does not
             hand over is handled one by one.
         unit: entries that belong together. A read takes a part of the room, in whole units, so that consumers share
@@ -182,7 +182,7 @@ class Worker(Generic[In, Out]):
         self._reclaim_at_s = 0.0
         self._broken: asyncio.Future[None] | None = None
         self.counts = WorkCounts()
-        for outcome in ("handed_over", "late", "retried", "buried", "dropped", "given_back", "reclaimed"):
+        for outcome in ("handed_over", "late", "retried", "buried", "lost", "given_back", "reclaimed"):
             ENTRIES.labels(source.name, outcome)
         self.resting = False
 
@@ -296,11 +296,12 @@ class Worker(Generic[In, Out]):
     async def _start(self, deliveries: Sequence[Delivery[In]]) -> asyncio.Task[None] | None:
         """Start an entry, or suspects of one group that are tried alone."""
         deliveries = [delivery for delivery in deliveries if delivery.entry_id not in self._held]
-        for delivery in deliveries:
-            if delivery.attempts > self._patience.max_attempts:
-                cause = await self._bus.cause(delivery) or "its process died each time without a message"
-                await self._give_up(delivery, f"failed {delivery.attempts - 1} times: {cause}")
-                return None
+        most = self._patience.max_attempts
+        for delivery in [delivery for delivery in deliveries if delivery.attempts > most]:
+            cause = await self._bus.cause(delivery) or "its process died each time without a message"
+            if not await self._give_up(delivery, f"failed {delivery.attempts - 1} times: {cause}"):
+                return None  # the group has ended
+        deliveries = [delivery for delivery in deliveries if delivery.attempts <= most]
         if not deliveries:
             return None
         is_alone = deliveries[0].crashes >= _ALONE_FROM
@@ -410,7 +411,7 @@ class Worker(Generic[In, Out]):
         try:
             handed_over = await self._bus.hand_over(delivery, self._output, result)
         except PermanentError as error:  # the result is longer than the server takes
-            await self._bury(delivery, str(error))
+            await self._give_up(delivery, str(error))
             return
         if handed_over:
             self.counts.add(self._source, "handed_over")
@@ -424,23 +425,24 @@ class Worker(Generic[In, Out]):
         if self._bug is not None:
             await self._bug(delivery.group_id, _words(error))
 
-    async def _give_up(self, delivery: Delivery[In], reason: str) -> None:
-        """Drop a sample that failed at its last attempt, if its stream does so and enough are left; else bury it."""
+    async def _give_up(self, delivery: Delivery[In], reason: str) -> bool:
+        """Lose a sample, or bury the entry and its group; return whether the group continues."""
         self._leaving.add(delivery.entry_id)
-        try:
-            if self._source.drops and await self._bus.drop_part(delivery, self._output):
-                words = {
-                    "stream": self._source.name,
-                    "group": delivery.group_id,
-                    "part": delivery.part,
-                    "reason": reason,
-                }
-                log.error("sample dropped", extra=words)
-                self.counts.add(self._source, "dropped")
-                return
-        finally:
-            self._leaving.discard(delivery.entry_id)
-        await self._bury(delivery, reason)
+        lost = None
+        if _SAMPLE.fullmatch(delivery.part):
+            lost = await self._bus.lose(delivery, self._output, reason)
+        if lost is None:
+            await self._bury(delivery, reason)
+            return False
+        self._leaving.discard(delivery.entry_id)
+        if lost:
+            self.counts.add(self._source, "lost")
+            self.counts.last_error = reason
+            words = {"group": delivery.group_id, "sample": delivery.part, "reason": reason}
+            log.error("sample lost", extra={"stream": self._source.name, **words})
+            if self._bug is not None:
+                await self._bug(delivery.group_id, f"sample {delivery.part} is lost: {reason}")
+        return True
 
     async def _bury(self, delivery: Delivery[In], reason: str) -> None:
         self.counts.last_error = reason

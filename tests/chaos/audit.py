@@ -16,6 +16,7 @@ from pathlib import Path
 
 from penstock.shared.bus.bus import Bus
 from penstock.shared.bus.encoding import wire
+from penstock.shared.bus.keys import NO_ENDINGS
 from penstock.shared.bus.messages import Experience, PolicyUpdate
 from penstock.shared.bus.stores.policy.ledger import Ledger
 from penstock.shared.bus.stores.replicas.heartbeats import heartbeats
@@ -29,10 +30,13 @@ async def audit_groups(bus: Bus) -> dict[str, int]:
     rows = await raw(bus).xrange(bus.keys.of(AUDIT))
     endings: dict[int, list[str]] = {}
     for _, fields in rows:
-        endings.setdefault(int(fields[b"id"]), []).append(fields[b"outcome"].decode())
+        if fields[b"outcome"] != b"lost_sample":
+            endings.setdefault(int(fields[b"id"]), []).append(fields[b"outcome"].decode())
     assert sorted(endings) == list(range(status.cursor)), "each admitted prompt ends"
     assert all(outcome.startswith("dead:") for outcomes in endings.values() for outcome in outcomes[:-1]), "… and once"
-    counted = Counter({name: count for name, count in counts.items() if name != "requeued"})
+    lost = sum(fields[b"outcome"] == b"lost_sample" for _, fields in rows)
+    assert lost == counts.get("lost_samples", 0), "every lost sample is counted"
+    counted = Counter({name: count for name, count in counts.items() if name not in NO_ENDINGS})
     counted["trained"] += counted.pop("undone", 0)  # trained on an abandoned branch
     assert Counter(outcomes[-1] for outcomes in endings.values()) == +counted, "the counters say what the audit says"
     assert all(name.split(":")[0] in ("trained", "dropped", "dead") for name in counted)

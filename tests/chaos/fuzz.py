@@ -22,6 +22,7 @@ import numpy as np
 from penstock.shared.bus import streams
 from penstock.shared.bus.bus import Bus
 from penstock.shared.bus.encoding import wire
+from penstock.shared.bus.keys import NO_ENDINGS
 from penstock.shared.bus.messages import StepReport
 from penstock.shared.bus.stores.policy.ledger import Ledger
 from penstock.shared.bus.stores.replicas.heartbeats import heartbeats
@@ -250,7 +251,7 @@ async def audit(bus: Bus, feeder: Fuzz, seed: int, restarts: int) -> Figures:
         endings.setdefault(fields[b"id"], []).append(fields[b"outcome"].decode())
     honest = [str(number).encode() for number in range(status.cursor)]
     trained = Counter(name for name, outcomes in endings.items() for outcome in outcomes if outcome == "trained")
-    ended = sum(count for name, count in counts.items() if name != "requeued")
+    ended = sum(count for name, count in counts.items() if name not in NO_ENDINGS)
     sent = sum(feeder.by_stream[stream.name] for stream in streams.TRAINING_STREAMS)
     return Figures(
         seed=seed,

@@ -214,6 +214,19 @@ async def test_a_sample_that_no_attempt_scores_is_left_out_of_its_group_and_not_
     assert (await bus.length(ROLLOUTS), await bus.length(ROLLOUTS.dead)) == (0, 0)
 
 
+@pytest.mark.parametrize(("missing", "kept"), [("2", "345"), ("23", "")])
+async def test_half_of_a_group_is_half_of_what_its_prompt_asks_for_whatever_was_lost_before(
+    missing: str, kept: str
+) -> None:
+    group = builders.group(3, tuple("012345"))
+    scored = scoring(refuses(*missing))(dataclasses.replace(group, samples=group.samples[2:]), last=True)
+    if kept:
+        assert "".join(sample.text for sample in (await scored).group.samples) == kept
+    else:
+        with pytest.raises(TemporaryError, match="scorer 'judge' unavailable: busy"):
+            await scored
+
+
 @pytest.mark.parametrize(
     ("missing", "last", "purpose", "kept"),
     [

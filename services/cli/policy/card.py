@@ -12,6 +12,7 @@ import tomli_w
 
 from penstock.services.coordinator.records.jsonl import read
 from penstock.services.coordinator.records.summary import one_line_a_step
+from penstock.shared.bus.keys import NO_ENDINGS
 from penstock.shared.settings import RunKind, Settings
 from penstock.shared.settings.reading.published import public_text, published
 
@@ -115,7 +116,7 @@ def _ledger(folder: Path) -> list[dict[str, Any]]:
         counts = {"admitted": summary["groups_admitted"], **summary["counts"]}
     except (KeyError, TypeError):
         return []
-    return [{"ending": name, "groups": count} for name, count in counts.items()]
+    return [{"ending": name, "groups": count} for name, count in counts.items() if name not in NO_ENDINGS]
 
 
 def _table(title: str, rows: Sequence[Mapping[str, Any]]) -> str:

@@ -315,7 +315,7 @@ class Guards:
     def _given_up_in_a_row(self, view: RunView, since_s: float) -> GivenUp:
         dead = GivenUp(view.counts.get("dead:rollouts", 0), view.counts.get("dead:prompts", 0))
         # Scored groups wait for the trainer or have left it; those that died earlier were not scored.
-        left = sum(view.counts.values()) - dead.unscored - dead.prompts
+        left = sum(view.counts.values()) - view.counts.get("lost_samples", 0) - dead.unscored - dead.prompts
         scored = left + view.streams["experience"].entries
         if self._progress[0] != since_s or scored > self._progress[1]:
             self._progress = (since_s, scored, dead)

@@ -125,7 +125,7 @@ class RunView(ResponseModel):
     streams: dict[str, StreamView]
     """prompts, rollouts, experience, journal."""
     counts: dict[str, int]
-    """trained, dropped:<reason>, dead:<stream>, requeued."""
+    """trained, dropped:<reason>, dead:<stream>, requeued, lost_samples."""
     dead: int
     last: dict[str, float | None]
     lag_counts: dict[str, int]

@@ -1,12 +1,14 @@
 #!lua flags=allow-oom
 -- Hand over: publish the result and take the input off the stream. A part of a group goes into its assembly; the last one
--- publishes the group, as a MessagePack array of its prompt and its parts.
--- KEYS: input output generating assembly crashes causes
--- ARGV: group stream_name group_id payload entries...
+-- publishes the group, as a MessagePack array of its prompt and its parts. A sample without a result is lost: the group is
+-- made of the others.
+-- KEYS: input output generating assembly crashes causes counts audit
+-- ARGV: group stream_name group_id payload cause audit_entries entries...
+-- `payload`: "" for a sample that is lost, for `cause`.
 -- `entries`: part and id of each entry that `payload` is the result of. A part is a sample's index, "all" for one part with
 -- all samples, "" for an entry without an assembly. Several are samples of one group, handed over together or not at all.
--- An empty `payload` drops the sample, if half of its group and two are left.
--- Returns 1, -1 if too few are left, or 0 if another consumer finished one of them first, or its group has ended: this result is dropped.
+-- Returns 1, or 0 if another consumer finished one of them first, or its group has ended: this result is dropped; -1 if
+-- fewer than half of the group's samples, or than two, would be left: nothing is changed.
 local part = entries[1]
 local ids, fields, notes = {}, {}, {}
 for i = 1, #entries, 2 do
@@ -20,10 +22,9 @@ if part ~= '' then
     ours = ours and entry == ids[i]
   end
 end
-if payload == '' then
-  local counted = redis.call('HMGET', assembly, 'parts', 'dropped')
-  local parts = tonumber(counted[1] or '0')
-  if ours and parts - tonumber(counted[2] or '0') - 1 < math.max(2, parts / 2) then
+if ours and payload == '' then
+  local parts, lost = unpack(redis.call('HMGET', assembly, 'parts', 'lost'))
+  if parts - (lost or 0) - 1 < math.max(2, parts / 2) then
     return -1
   end
 end
@@ -38,10 +39,14 @@ if not ours then
 end
 if part ~= '' then
   redis.call('HDEL', assembly, unpack(fields))
-  if payload == '' then
-    redis.call('HINCRBY', assembly, 'dropped', 1)
-  else
+  if payload ~= '' then
     redis.call('HSET', assembly, fields[1]:sub(2), payload)
+  else
+    redis.call('HINCRBY', assembly, 'lost', 1)
+    redis.call('HINCRBY', counts, 'lost_samples', 1)
+    if tonumber(audit_entries) > 0 then
+      redis.call('XADD', audit, 'MAXLEN', '~', audit_entries, '*', 'id', group_id, 'outcome', 'lost_sample', 'detail', cause)
+    end
   end
   if redis.call('HINCRBY', assembly, 'missing', -#ids) > 0 then
     return 1

@@ -265,8 +265,8 @@ async def test_new_samples_of_a_group_are_handled_together_and_make_room_as_they
     await admit(bus, *(builders.prompt(group, samples=4) for group in range(2)))
     generating = Generating(bus, concurrency=4)
     async with generating.running():
-        await until(lambda: generating.worker.held == 4)
-        assert generating.asked == [(0, [0, 1, 2, 3])]
+        await until(lambda: len(generating.asked) == 1)  # its entries are held before its task begins
+        assert (generating.asked, generating.worker.held) == ([(0, [0, 1, 2, 3])], 4)
         generating.first.set()
         await until(lambda: _whole(bus, 1))
         assert [group.group_id for group in await whole_groups(bus)] == [1], "in the room of what ended"
@@ -415,7 +415,10 @@ async def test_a_sample_that_kills_its_process_ends_its_group_once_and_no_other(
     await until(lambda: _whole(bus, 1))
     stop.set()
     await working
-    assert (await endings(bus), worker.counts.buried) == ([("0", "dead:prompts")], 1)
+    assert await endings(bus) == [("0", "lost_sample"), ("0", "dead:prompts")], (
+        "its samples, tried together, fail together"
+    )
+    assert (worker.counts.lost, worker.counts.buried) == (1, 1)
     assert (await bus.length(PROMPTS), await parts_left(bus)) == (0, 0)
 
 

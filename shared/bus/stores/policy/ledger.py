@@ -22,7 +22,7 @@ from penstock.shared.bus import streams
 from penstock.shared.bus.bus import Bus, Delivery, EntryId, read_counts
 from penstock.shared.bus.client.lua import Argument
 from penstock.shared.bus.encoding import wire
-from penstock.shared.bus.keys import ASSEMBLY, COUNTS, GENERATING, RUN, key
+from penstock.shared.bus.keys import ASSEMBLY, COUNTS, GENERATING, NO_ENDINGS, RUN, key
 from penstock.shared.bus.messages import (
     Experience,
     PolicyRecord,
@@ -349,7 +349,7 @@ class Ledger(Policies):
 
         Groups in flight at the checkpoint count as ``dropped:bus_lost``; their prompts are drawn again.
         """
-        lost = cursor - sum(count for name, count in counts.items() if name != "requeued")
+        lost = cursor - sum(count for name, count in counts.items() if name not in NO_ENDINGS)
         fields: dict[str, Argument] = {
             "step": step, "cursor": cursor, "shift": cursor - position, "newest_version": newest,
             "gpu_time": "{!r} {!r}".format(*gpu_time),

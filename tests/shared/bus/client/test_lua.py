@@ -84,7 +84,7 @@ def test_every_script_that_adds_to_a_stream_is_known() -> None:
         "admit": {"source", "experience"},
         "commit": {"journal", "audit", "steps", "published"},
         "discard": {"audit"},
-        "hand_over": {"output"},
+        "hand_over": {"output", "audit"},
         "leave": {"dead", "audit"},
         "promote": {"policy"},
         "requeue": {"source"},
