@@ -183,10 +183,10 @@ class _Texts:
         given = [(f"the {turn['role']}'s", turn["content"]) for turn in turns if turn["role"] != ASSISTANT]
         named: list[Json] = [_function(tool)["name"] for tool in tools] if isinstance(tools, list) else []
         whole = self._codec.plain(self.of(len(turns)))
-        for what, value in (*given, *(("its tools", name) for name in named)):
+        for named_part, value in (*given, *(("its tools", name) for name in named)):
             if not self._has(whole, value):
                 raise BadRow(
-                    f"expected a chat template that renders every message of {self._prompt.problem}, but it leaves out {what}: "
+                    f"expected a chat template that renders every message of {self._prompt.problem}, but it leaves out {named_part}: "
                     "use a tokenizer with another one (policy.tokenizer), or give prompts as texts"
                 )
 

@@ -254,7 +254,7 @@ class Kind:
 
 
 def _first_answer(wholes: Sequence[list[object]]) -> int:
-    """Return where the assistant's turns begin, of two conversations those up to the first difference; 0: there is none."""
+    """Return where the assistant's turns begin, of two conversations those up to the first difference; 0 without one."""
     turns, *others = wholes
     if not others:
         begins = (at for at in range(1, len(turns)) if is_assistants(turns[at]) and not is_assistants(turns[at - 1]))

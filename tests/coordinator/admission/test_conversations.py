@@ -157,7 +157,7 @@ def test_the_trained_tokens_are_those_that_public_templates_mark(
         of = own_tokenizer(template)
         reading = reader(of_tests, of, monkeypatch)
         for talk, turns in TALKS.items():
-            tools = [PRODUCT] if talk == "calls" else None
+            tools: Any = [PRODUCT] if talk == "calls" else None
             problem = Problem("rows.jsonl:1", None, (ChatMessage("user", QUESTION["content"]),), None, {})
             try:
                 read = reading.encode(problem, [Conversation(tuple(turns), 1, tools)])
