@@ -200,8 +200,8 @@ def test_a_change_of_one_line_pushes_less_than_10_mb(image: str, tmp_path: Path)
     need_image(image)
     before = pushed(f"localhost/penstock-{image}", tmp_path / "before")
     context = tmp_path / "context"
-    for name in ("shared", "services", "deploy/docker"):
-        shutil.copytree(ROOT / name, context / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("penstock", "shared", "services", "deploy/docker"):
+        shutil.copytree(ROOT / name, context / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, context)
     with (context / "shared/errors.py").open("a") as file:
