@@ -258,11 +258,6 @@ class TokenizerCodec:
             return encode_text(self._tokenizer, prompt.text)
         if prompt.messages is None:
             raise PermanentError(f"expected text or messages in {prompt.problem}, found other content")
-        if self._tokenizer.chat_template is None:
-            raise PermanentError(
-                f"expected a text in {prompt.problem}, as this tokenizer has no chat template, but found "
-                "messages: change data.prompt_field or policy.tokenizer"
-            )
         self._check_whole(prompt)
         return self.tokens(self.rendered(prompt, add_generation_prompt=True))
 
@@ -299,6 +294,11 @@ class TokenizerCodec:
         self, turns: Sequence[Mapping[str, Json]], prompt: Prompt, *, add_generation_prompt: bool, tools: Json = None
     ) -> str:
         """Return the text of ``turns``, at the time of ``prompt``; raises PermanentError."""
+        if self._tokenizer.chat_template is None:
+            raise PermanentError(
+                f"expected a text in {prompt.problem}, as this tokenizer has no chat template, but found "
+                "messages: change data.prompt_field or policy.tokenizer"
+            )
         try:
             return chat_template.render(
                 self._tokenizer,

@@ -11,6 +11,7 @@ token. Renderings of more messages must begin with those of fewer::
 
 import contextlib
 import dataclasses
+import functools
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -68,11 +69,8 @@ def answer_of(value: object, prompt: object, tools: Json, column: str) -> str | 
     if not isinstance(said, list) or not said or not (is_assistants(said[0]) and is_assistants(said[-1])):
         return None
     turns, before = _turns(said, column), _turns(prompt, "the prompt") if isinstance(prompt, list) else ()
-    if (
-        len(turns) == 1
-        and not (tools and before)
-        and all(turn.keys() == {"role", "content"} for turn in (*before, *turns))
-    ):
+    is_plain = all(turn.keys() == {"role", "content"} for turn in (*before, *turns))
+    if len(turns) == 1 and is_plain and not (tools and before):
         return str(turns[0]["content"]) or None
     if not before:
         raise BadRow(
@@ -103,9 +101,8 @@ def _turns(messages: list[object], column: str) -> tuple[Turn, ...]:
     turns = []
     for message in messages:
         turn = {str(name): plain(value, column) for name, value in _dict(message).items() if value is not None}
-        if not isinstance(turn.get("role"), str) or not isinstance(
-            turn.get("content", "" if turn.get(_CALLS) else None), str
-        ):
+        content = turn.get("content", "" if turn.get(_CALLS) else None)
+        if not isinstance(turn.get("role"), str) or not isinstance(content, str):
             raise BadRow(
                 f"expected {{role, content}} as texts in {column!r}, or {_CALLS} instead of the content, found "
                 f"{json.dumps(turn, default=str)[:60]}"
@@ -132,15 +129,20 @@ class Reader:
         spans = [self._span(texts, place, whole) for place in learned]
         texts.check_given()
         start, stop = spans[0][0], spans[-1][1]
-        ids = (
-            [*whole[start:stop], self._end] if stop == len(whole) and whole[-1] not in self._ends else whole[start:stop]
-        )
+        ids = whole[start:stop]
+        if stop == len(whole) and whole[-1] not in self._ends:
+            ids += [self._end] if self._end is not None else []
         prompt_ids = self._codec.checked(prompt, whole[:start])
         return prompt_ids, np.array(ids, dtype=np.int32), _segments([(a - start, b - start) for a, b in spans])
 
     def _span(self, texts: "_Texts", place: int, whole: list[int]) -> tuple[int, int]:
         before, after = texts.of(place, add_generation_prompt=True), texts.of(place + 1)
         texts.check_turn(place, before, after)
+        if (header := texts.header) and after.removeprefix(before).startswith(header):
+            raise BadRow(
+                f"expected a chat template whose generation prompt is before each message of the {ASSISTANT}, found none before "
+                f"message {place + 1}: change policy.tokenizer"
+            )
         begin, end = self._codec.tokens(before), self._codec.tokens(after)
         if whole[: len(end)] != end or end[: len(begin)] != begin or len(end) == len(begin):
             raise BadRow(
@@ -164,6 +166,12 @@ class _Texts:
         said, tools = self._conversation.turns[:turns], self._conversation.tools
         return self._codec.conversation(said, self._prompt, add_generation_prompt=add_generation_prompt, tools=tools)
 
+    @functools.cached_property
+    def header(self) -> str:
+        """The generation prompt after the prompt."""
+        first = self._conversation.first
+        return self.of(first, add_generation_prompt=True).removeprefix(self.of(first))
+
     def check_turn(self, place: int, before: str, after: str) -> None:
         """Raise BadRow unless the assistant's turn is rendered whole, and its text last."""
         turn, text = self._conversation.turns[place], self._codec.plain(after)
@@ -183,10 +191,10 @@ class _Texts:
         given = [(f"the {turn['role']}'s", turn["content"]) for turn in turns if turn["role"] != ASSISTANT]
         named: list[Json] = [_function(tool)["name"] for tool in tools] if isinstance(tools, list) else []
         whole = self._codec.plain(self.of(len(turns)))
-        for named_part, value in (*given, *(("its tools", name) for name in named)):
+        for owner, value in (*given, *(("its tools", name) for name in named)):
             if not self._has(whole, value):
                 raise BadRow(
-                    f"expected a chat template that renders every message of {self._prompt.problem}, but it leaves out {named_part}: "
+                    f"expected a chat template that renders every message of {self._prompt.problem}, but it leaves out {owner}: "
                     "use a tokenizer with another one (policy.tokenizer), or give prompts as texts"
                 )
 

@@ -110,7 +110,7 @@ class Demonstrations:
     def has_completion(self, row: Mapping[str, object]) -> bool:
         turns = row.get(_MESSAGES)
         last = turns[-1] if isinstance(turns, list) and len(turns) > 1 else None
-        return row.get(self._field) is not None or (is_assistants(last))
+        return row.get(self._field) is not None or is_assistants(last)
 
     def split(self, row: Mapping[str, object]) -> tuple[dict[str, object], tuple[str | Conversation, ...]]:
         """Return a row without its completion, and the completion, or both of a pair. Raises BadRow."""
@@ -159,10 +159,8 @@ class Demonstrations:
         begin, answers = turns[0][:first], [*(each[first:] for each in turns)]
         if not self._rejected and len(answers[0]) == 1:
             return {**rest, _MESSAGES: begin}, answers
-        prompt, question = (
-            rest.get(self._prompt_field),
-            begin[-1].get("content") if isinstance(begin[-1], dict) else None,
-        )
+        prompt, last = rest.get(self._prompt_field), begin[-1]
+        question = last.get("content") if isinstance(last, dict) else None
         given = rest.get(_MESSAGES) if prompt is None else prompt
         if given is not None and given not in (begin, turns[0], question):
             raise BadRow(
@@ -254,7 +252,7 @@ class Kind:
 
 
 def _first_answer(wholes: Sequence[list[object]]) -> int:
-    """Return where the assistant's turns begin, of two conversations those up to the first difference; 0 without one."""
+    """Return where the assistant's turns begin, of two those up to the first difference; 0: nowhere."""
     turns, *others = wholes
     if not others:
         begins = (at for at in range(1, len(turns)) if is_assistants(turns[at]) and not is_assistants(turns[at - 1]))

@@ -120,7 +120,11 @@ def own_tokenizer(template: str) -> Any:
     from transformers import PreTrainedTokenizerFast
 
     control = sorted(
-        {*re.findall(r"<[|｜]?[a-z_▁]+[|｜]>|<(?:start|end)_of_[a-z]+>|<\|?turn\|?>", template), "<|eos|>"}
+        {
+            *re.findall(r"<[|｜]?[A-Za-z0-9_▁]+[|｜]?>|<(?:start|end)_of_[a-z]+>|<\|?turn\|?>", template),
+            "<|eos|>",
+            "<|bos|>",
+        }
     )
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -130,7 +134,9 @@ def own_tokenizer(template: str) -> Any:
         TEXTS, trainers.BpeTrainer(vocab_size=600, special_tokens=control, initial_alphabet=alphabet)
     )
     ends = [text for text in control if re.search(r"im_end|eot_id|[|]end[|]|end_of_turn|END_OF_TURN|<turn[|]>", text)]
-    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token=(ends or ["<|eos|>"])[0], chat_template=template)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made, eos_token=(ends or ["<|eos|>"])[0], bos_token="<|bos|>", chat_template=template
+    )
 
 
 QUESTION = {"role": "user", "content": "What is 37 * 48?"}
@@ -175,12 +181,14 @@ def test_the_trained_tokens_are_those_that_public_templates_mark(
                 continue
             marked = of.apply_chat_template(turns, tools=tools, return_dict=True, return_assistant_tokens_mask=True)
             whole, marks = marked["input_ids"], runs(marked["assistant_masks"])
-            assert whole[: len(ids)] == ids or whole == ids[:-1], name
+            assert whole[: len(ids)] == ids, name
             for (first, last), (begin, end) in zip(spans, marks, strict=True):
                 asked = of.apply_chat_template(turns[:1], tools=tools, add_generation_prompt=True, tokenize=False)
                 assert begin <= first, name
                 assert asked.endswith(of.decode(whole[begin:first])), name
                 assert not of.decode(whole[last:end]).strip(), name
-                assert last <= end or last == len(ids), name
+                assert last <= end, name
             counts[f"{talk} as marked"] += 1
-    assert dict(counts) == {}
+    assert counts["turns as marked"] == 19
+    assert counts["calls as marked"] == 12
+    assert sum(counts.values()) == 2 * 72
