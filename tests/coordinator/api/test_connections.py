@@ -185,6 +185,7 @@ def test_clients_that_leave_early_are_no_error(
 
     parts: dict[str, Any] = dict.fromkeys(field.name for field in dataclasses.fields(Parts))
     parts |= {"bus": SimpleNamespace(keys=Keys("test")), "monitor": SimpleNamespace(text=slow), "access": Access(TOKEN)}
+    parts["folder"] = tmp_path
 
     async def leave() -> None:
         server = ApiServer("127.0.0.1", 0)

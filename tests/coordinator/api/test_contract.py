@@ -101,7 +101,7 @@ async def test_the_run_has_the_names_that_its_readers_know(http: httpx.AsyncClie
         4,
         None,
     )
-    assert set(answer["streams"]) == {"prompts", "rollouts", "experience", "journal"}
+    assert set(answer["streams"]) == {"prompts", "episodes", "rollouts", "experience", "journal"}
     assert set(answer["streams"]["prompts"]) == {"entries", "pending", "oldest_age_s"}
     assert answer["activity"] == "waiting for version 0"
     assert answer["bus"] == bus.server
