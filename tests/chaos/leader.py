@@ -23,7 +23,7 @@ from typing import Any
 
 import httpx
 
-from penstock.services.coordinator.records.report import records
+from penstock.services.coordinator.records.curves import Curves
 from penstock.shared.bus import streams
 from penstock.shared.bus.bus import Bus, Delivery
 from penstock.shared.bus.encoding import wire
@@ -297,7 +297,11 @@ async def _audit(bus: Bus, folder: Path) -> tuple[int, int, int]:
     assert {version for version, _ in evaluated} == set(await versions_evaluated(bus))
     sampled = [_place(line["entry"]) for line in _lines(folder / "rollouts.jsonl")]
     assert sampled == sorted(set(sampled))
-    assert records(folder)["steps"] == list(range(1, status.step + 1)), "the report has each step of the branch once"
+    curves = Curves(folder)
+    while not curves.catch_up():
+        pass
+    drawn = [line["step"] for line in curves.lines()]
+    assert drawn == list(range(1, status.step + 1)), "page and report have each step of the branch once"
     assert json.loads((folder / "summary.json").read_text())["steps"] == status.step
     segments = [segment.name for segment in (folder / "tensorboard").iterdir()]
     points = Counter(step for each in segments for step, _ in trackers.tensorboard(folder, each, "train/reward"))
