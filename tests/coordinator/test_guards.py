@@ -16,7 +16,7 @@ from penstock.shared.bus.encoding import wire
 from penstock.shared.bus.messages import Event, PolicyVersion, Prompt, RolloutGroup, StepReport
 from penstock.shared.bus.stores.policy.ledger import Ledger, RunState
 from penstock.shared.bus.stores.replicas.heartbeats import PartFailure, heartbeats
-from penstock.shared.bus.streams import EVENTS, EXPERIENCE, PROMPTS, ROLLOUTS
+from penstock.shared.bus.streams import EPISODES, EVENTS, EXPERIENCE, PROMPTS, ROLLOUTS, Stream
 from penstock.shared.process.telemetry import WEIGHTS_PROBE, Presence, Status
 from penstock.shared.settings import Settings
 from penstock.shared.settings.guards import GUARDS, GuardsSettings
@@ -102,13 +102,16 @@ async def started(bus: Bus, of: Settings) -> tuple[Ledger, Coordinator]:
     return ledger, parts
 
 
-async def test_a_run_of_which_no_prompt_can_be_generated_pauses_with_the_cause(bus: Bus, tmp_path: Path) -> None:
+@pytest.mark.parametrize("stream", [PROMPTS, EPISODES], ids=lambda stream: stream.name)
+async def test_a_run_of_which_no_prompt_can_be_generated_pauses_with_the_cause(
+    bus: Bus, tmp_path: Path, stream: Stream
+) -> None:
     ledger, parts = await started(bus, settings(tmp_path, guards={"limits": {"unscored": 2}}))
     await parts.guards.look(await parts.monitor.view())
     slots = (await parts.monitor.view()).slots
     for group_id in range(slots):
-        await bus.append(PROMPTS, {"id": str(group_id), "data": wire.encode(builders.prompt(group_id))})
-    for delivery in await bus.read(PROMPTS, Prompt, "rollout", slots, 0.1):
+        await bus.append(stream, {"id": str(group_id), "data": wire.encode(builders.prompt(group_id))})
+    for delivery in await bus.read(stream, Prompt, "rollout", slots, 0.1):
         await bus.bury(delivery, "no chat template: change policy.tokenizer")
     parts.monitor.forget()
     await parts.guards.look(await parts.monitor.view())

@@ -313,7 +313,8 @@ class Guards:
         return {"probe": (self._settings.action("probe"), sentence)} if sentence else {}
 
     def _given_up_in_a_row(self, view: RunView, since_s: float) -> GivenUp:
-        dead = GivenUp(view.counts.get("dead:rollouts", 0), view.counts.get("dead:prompts", 0))
+        prompts = view.counts.get("dead:prompts", 0) + view.counts.get("dead:episodes", 0)
+        dead = GivenUp(view.counts.get("dead:rollouts", 0), prompts)
         # Scored groups wait for the trainer or have left it; those that died earlier were not scored.
         left = sum(view.counts.values()) - view.counts.get("lost_samples", 0) - dead.unscored - dead.prompts
         scored = left + view.streams["experience"].entries
