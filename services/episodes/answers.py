@@ -2,7 +2,7 @@
 
 import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from penstock.services.episodes.messages import Message, ToolCall, call, parse
@@ -10,7 +10,7 @@ from penstock.shared.bus.messages import Int32Array
 from penstock.shared.model.tokenizer import TextDecoder, Tokenizer
 from penstock.shared.reasoning import Reasoning
 
-_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
+_OPENING, _CLOSING = re.compile(r"<tool_call>\s*(?=\{)"), re.compile(r"\}\s*</tool_call>")
 MARKERS = ("<tool_call>", "</tool_call>")
 _OPENING_TOKENS = 32
 
@@ -46,10 +46,10 @@ class AnswerParser:
         if whole is not None:
             return "", (whole,)
         calls, rest, end = list[ToolCall](), "", 0
-        for match in _CALL.finditer(text):
-            if (made := self._call(match[1])) is not None:
+        for start, written, after in _calls_in(text):
+            if (made := self._call(written)) is not None:
                 calls.append(made)
-                rest, end = rest + text[end : match.start()], match.end()
+                rest, end = rest + text[end:start], after
         return rest + text[end:], tuple(calls)
 
     def _call(self, text: str) -> ToolCall | None:
@@ -65,3 +65,15 @@ class AnswerParser:
         if not isinstance(value.get("name"), str) or not isinstance(made.values, dict):
             return None  # chat templates read objects only
         return made
+
+
+def _calls_in(text: str) -> Iterator[tuple[int, str, int]]:
+    """Yield where each call begins, its JSON, and where it ends. No text of a policy is read twice.
+
+    >>> list(_calls_in("a <tool_call> {1}</tool_call>{2}"))
+    [(2, '{1}', 29)]
+    """
+    at = 0
+    while (opening := _OPENING.search(text, at)) and (closing := _CLOSING.search(text, opening.end())):
+        yield opening.start(), text[opening.end() : closing.start() + 1], closing.end()
+        at = closing.end()

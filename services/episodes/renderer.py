@@ -55,7 +55,7 @@ class Renderer:
 
     def whole(self, messages: Sequence[Message], tools: Tools, at_s: float | None = None) -> Int32Array:
         """Return the ids of a conversation, up to where the policy answers. Raises PermanentError."""
-        hidden: list[str] = []
+        hidden: dict[str, int] = {}
         try:
             text = self._render(self._hide(messages, hidden), tools, hidden, at_s, answers=True)
         except chat_template.TemplateFailed as error:
@@ -71,7 +71,7 @@ class Renderer:
         rest = messages[answered:]
         if not rest or not answered or any(message.role == "assistant" for message in rest):
             return None
-        hidden: list[str] = []
+        hidden: dict[str, int] = {}
         turns = self._hide(messages, hidden)
         other = {**turns[answered], "content": "1" if str(turns[answered]["content"]).startswith("0") else "0"}
         try:
@@ -102,7 +102,7 @@ class Renderer:
         """Return what follows an answer, and whether its reasoning precedes it."""
         turns = [Message("user", "2"), Message("assistant", _ANSWER, reasoning=_BECAUSE)]
         try:
-            text = self._render([turn.for_template() for turn in turns], (), [], None)
+            text = self._render([turn.for_template() for turn in turns], (), {}, None)
         except chat_template.TemplateFailed as error:
             raise SettingsError(
                 f"the chat template of the tokenizer cannot render an answer ({error}): change policy.tokenizer"
@@ -115,7 +115,7 @@ class Renderer:
         return end, _BECAUSE in before
 
     def _render(
-        self, turns: Sequence[Any], tools: Tools, hidden: list[str], at_s: float | None, *, answers: bool = False
+        self, turns: Sequence[Any], tools: Tools, hidden: dict[str, int], at_s: float | None, *, answers: bool = False
     ) -> str:
         given = {"tools": self._hide_value(list(tools), hidden)} if tools else {}
         arguments = {**self._arguments, **given}
@@ -130,29 +130,27 @@ class Renderer:
             self._recent.pop(next(iter(self._recent)), None)
         return text
 
-    def _hide(self, messages: Sequence[Message], hidden: list[str]) -> list[dict[str, Any]]:
+    def _hide(self, messages: Sequence[Message], hidden: dict[str, int]) -> list[dict[str, Any]]:
         return [
             {**self._hide_value(turn, hidden), "role": turn["role"]} for turn in (m.for_template() for m in messages)
         ]
 
-    def _hide_value(self, value: Any, hidden: list[str]) -> Any:
-        """Return a value whose texts with control tokens are places in ``hidden``."""
+    def _hide_value(self, value: Any, hidden: dict[str, int]) -> Any:
+        """Return a value whose texts with control tokens are numbers in ``hidden``."""
         if isinstance(value, str):
             value = writable(value)
             if not self._control.search(value):
                 return value
-            if value not in hidden:
-                hidden.append(value)
-            return f"{self._nonce}{hidden.index(value)}x"
+            return f"{self._nonce}{hidden.setdefault(value, len(hidden))}x"
         if isinstance(value, dict):
             return {self._hide_value(name, hidden): self._hide_value(inner, hidden) for name, inner in value.items()}
         return [self._hide_value(inner, hidden) for inner in value] if isinstance(value, list) else value
 
-    def _encode(self, text: str, hidden: Sequence[str]) -> list[int]:
-        ids: list[int] = []
+    def _encode(self, text: str, hidden: Mapping[str, int]) -> list[int]:
+        ids, texts = list[int](), list(hidden)
         for place, part in enumerate(self._places.split(text)):
             if place % 2:
-                ids += self._plain.encode(hidden[int(part)], add_special_tokens=False).ids
+                ids += self._plain.encode(texts[int(part)], add_special_tokens=False).ids
             elif part:
                 ids += self._tokenizer(part, add_special_tokens=False)["input_ids"]
         return ids
