@@ -3,17 +3,17 @@
 import asyncio
 import logging
 import socket
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 import numpy as np
 
-from penstock.services.rollout.engines.engine import Engine, GenerationRequest
+from penstock.services.rollout.engines.engine import Engine, GeneratedGroup, GenerationRequest
 from penstock.services.rollout.engines.prompts import Codec
 from penstock.services.rollout.engines.stop_texts import StopTexts
-from penstock.services.rollout.eval_priority import Precedence
+from penstock.shared.bus.messages import PolicyVersion, Purpose
 from penstock.shared.bus.worker import ENDS_PROCESS
-from penstock.shared.errors import PeerError, PermanentError
+from penstock.shared.errors import NotHere, PeerError, PermanentError
 from penstock.shared.peers import frames
 from penstock.shared.peers.addresses import listen
 from penstock.shared.peers.handshake import Newcomers, admit_async
@@ -24,6 +24,8 @@ from penstock.shared.weights.transport.sockets import reachable
 
 log = logging.getLogger(__name__)
 
+Draw = Callable[[GenerationRequest, PolicyVersion, Purpose], Awaitable[GeneratedGroup]]
+"""``Generation.draw``."""
 _STRANGERS = 64
 _HANDSHAKE_S = 10.0
 
@@ -31,11 +33,11 @@ _HANDSHAKE_S = 10.0
 class TurnListener:
     """One replica's; it sets ``status.turns`` to its address. Raises SettingsError."""
 
-    def __init__(self, context: Context, engine: Engine, codec: Codec, precedence: Precedence) -> None:
+    def __init__(self, context: Context, engine: Engine, codec: Codec, draw: Draw) -> None:
         self._settings = context.settings
         self._secret = context.secret
         self._taking = context.cordon.taking
-        self._engine, self._codec, self._precedence = engine, codec, precedence
+        self._engine, self._codec, self._generate = engine, codec, draw
         self._listener = listen(context.host, 0, "run.host")
         self._strangers = Newcomers(_STRANGERS)
         self._running = 0
@@ -100,14 +102,14 @@ class TurnListener:
         if version is None or version < least or not self._taking.is_set():
             return {"not_here": f"this replica holds version {version}, of {least} at least"}
         self._running += 1
-        self._precedence.begin(1)
         try:
             return await self._draw(request)
+        except NotHere as error:
+            return {"not_here": str(error)}
         except PermanentError as error:
             return {"refused": str(error)}
         finally:
             self._running -= 1
-            await self._precedence.end(1)
 
     async def _draw(self, request: TurnRequest) -> frames.Frame:
         prompt, version = request.prompt, self._engine.version
@@ -122,7 +124,7 @@ class TurnListener:
             StopTexts(self._codec.decode, sampling.stop, sampling.min_new_tokens) if sampling.stop else None,
             request.salt if keeps else None,
         )
-        (drawn,) = (await self._engine.generate(asked)).samples
+        (drawn,) = (await self._generate(asked, prompt.min_version, Purpose.TRAIN)).samples
         turn = DrawnTurn(
             np.ascontiguousarray(drawn.token_ids, np.int32),
             np.ascontiguousarray(drawn.behavior_logprobs, np.float32),

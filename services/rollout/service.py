@@ -264,7 +264,7 @@ class Rollout:
         precedence = Precedence(settings.rollout.max_groups * settings.sampling.group_size)
         generation = Generation(engine, codec, self._follower, precedence, replica, settings.run.seed, plausibility)
         self._rate = generation.rate
-        self._listener = TurnListener(context, engine, codec, precedence) if settings.episodes.is_on else None
+        self._listener = TurnListener(context, engine, codec, generation.draw) if settings.episodes.is_on else None
         self._answering = Answering(bus, replica, generation.handle, self._cordon)
         self._training, self._evaluating = asyncio.Event(), asyncio.Event()
         self._regulate()
@@ -424,4 +424,7 @@ def _in_progress(entries: int) -> Iterator[Callable[[int], None]]:
 
 
 def _set(event: asyncio.Event, on: bool) -> None:
-    (event.set if on else event.clear)()
+    if on:
+        event.set()
+    else:
+        event.clear()
