@@ -136,7 +136,13 @@ def _shortened(text: str) -> str:
 
 
 def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("<", "&lt;").replace("\n", " ")
+    """Return a text as a table's cell; in code, which is every second part, ``<`` is no markup.
+
+    >>> _cell("a < b, `a < b`")
+    'a &lt; b, `a < b`'
+    """
+    parts = text.replace("|", "\\|").replace("\n", " ").split("`")
+    return "`".join(part if place % 2 else part.replace("<", "&lt;") for place, part in enumerate(parts))
 
 
 def _default_cell(entry: Entry) -> str:

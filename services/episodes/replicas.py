@@ -32,7 +32,7 @@ _MARGIN = 2
 _LOOK_S = 0.5
 _CONNECT_S = 10.0
 _REST_S = 2.0
-"""A replica that did not answer is not asked for this time, unless it is the only one."""
+"""A replica that did not answer is not asked for this time."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)

@@ -5,8 +5,8 @@
     episodes ──▶ Worker ──▶ Episodes.handle ──▶ driver.play(Episode) ──▶ RolloutGroup of one sample ──▶ rollouts
                                                      └── draw ──▶ Replicas ──▶ a rollout replica
 
-An episode whose environment, tools or agent could not work is redone, and its group is buried after the last attempt. A
-killed process loses the episodes that it played, which another replica takes over.
+An episode whose environment, tools or agent could not work is redone; after the last attempt it is lost, or its group is
+buried (``assembly``). A killed process loses the episodes that it played, which another replica takes over.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ from penstock.shared.bus.worker import Worker
 from penstock.shared.errors import PermanentError, SettingsError, TemporaryError
 from penstock.shared.files.source import digest
 from penstock.shared.model.context import own_context, read_config
-from penstock.shared.model.tokenizer import Tokenizer, open_tokenizer
+from penstock.shared.model.tokenizer import UNLIMITED, Tokenizer, open_tokenizer
 from penstock.shared.peers.turns import DrawnTurn, TurnRequest
 from penstock.shared.process.service import Context, serve
 from penstock.shared.process.telemetry import HandlerFailures, tell, tell_changed
@@ -45,7 +45,6 @@ for _ended in Ended:
     ENDED.labels(_ended.value)
 TURNS = Counter("penstock_episodes_turns_total", "Answers of the policy in episodes that ended.")
 RUNNING = Gauge("penstock_episodes_running", "Episodes that this process plays.")
-_UNKNOWN_CONTEXT = 1 << 30
 
 
 class Driver(Protocol):
@@ -71,7 +70,7 @@ class Policy:
 
 def context_tokens(settings: Settings) -> int:
     """Return the most tokens of a turn with all before it: of the model's context, and of a row of training."""
-    context = settings.rollout.vllm.max_model_len or own_context(read_config(settings.policy.model)) or _UNKNOWN_CONTEXT
+    context = settings.rollout.max_model_len or own_context(read_config(settings.policy.model)) or UNLIMITED
     return min(context, settings.trainer.micro_batch_tokens)
 
 

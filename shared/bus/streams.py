@@ -10,9 +10,9 @@
          └── policy ──▶ every rollout replica
 
     stream         writers → reader                           an entry leaves when
-    prompts        coordinator, trainer → rollout             its sample joins its group; the last one publishes the
-                                                              RolloutGroup, in the same transaction
-    episodes       as prompts → episodes                      the same, of prompts with an environment; or the sample is dropped
+    prompts        coordinator, trainer → rollout             its sample joins its group, or is lost; the last one publishes
+                                                              the RolloutGroup, in the same transaction
+    episodes       as prompts → episodes                      the same, of prompts with an environment
     rollouts       rollout → reward                           its Experience is published, in the same transaction
     experience     reward → trainer; of demonstrations:       its step is committed: moved to the journal; or its group is
                    coordinator → trainer                      dropped, or requeued

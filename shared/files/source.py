@@ -26,9 +26,7 @@ def _file(module: str) -> Path | None:
         name = f"{name}.{part}" if name else part
         try:
             spec = _find(name, where)
-        except (
-            KeyError
-        ):  # a folder without __init__.py within another, which importlib finds only once that is imported
+        except KeyError:  # a folder without __init__.py in another one, which importlib finds once that is imported
             files = (Path(folder, *module.split(".")).with_suffix(".py") for folder in sys.path)
             return next((file for file in files if file.is_file()), None)
         if spec is None:

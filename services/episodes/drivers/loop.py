@@ -44,9 +44,7 @@ class ToolLoop:
                 await self._converse(episode, host, slot, opening(prompt, text))
             except EpisodeOver as over:
                 episode.ended = over.ended
-            except (
-                PermanentError
-            ) as error:  # by what was said in it: the template, or the engine, refuses the next turn
+            except PermanentError as error:  # what was said is refused by the template, or the engine
                 if not episode.turns:
                     raise
                 log.warning("episode ended early", extra={"group": prompt.group_id, "reason": str(error)})

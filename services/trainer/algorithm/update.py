@@ -68,15 +68,13 @@ class Learner:
             step: its number.
             peak: learning rate; default: the settings'.
             repeated: a replayed step's plan; :attr:`plan` differs if it does not fit any more.
-            contexts: how many first tokens of each sample only condition the others; empty: none.
+            contexts: how many of each sample's oldest tokens only condition the others; empty: none.
 
         Raises:
             NotFinite: on every rank alike.
         """
-        algorithm, known = (
-            self._settings.algorithm,
-            self._batch(batch, lags, repeated.contexts if repeated else contexts),
-        )
+        algorithm = self._settings.algorithm
+        known = self._batch(batch, lags, repeated.contexts if repeated else contexts)
         minibatches, plan = lay_out(
             known, step, self._kind, self._settings, self._policy, algorithm.minibatches, repeated
         )
