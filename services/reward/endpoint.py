@@ -62,17 +62,12 @@ class Refused(NoAnswer):
     """The endpoint understood the request and refused it (HTTP 400 or 422)."""
 
 
-class NoVerdict(NoAnswer):
-    """The endpoint answered, but unreadably."""
-
-
 class Passing(Exception):
     """A retryable failure; ``wait_s`` is the wait that the endpoint requested."""
 
-    def __init__(self, reason: str, wait_s: float | None = None, ending: type[NoAnswer] = NoAnswer) -> None:
+    def __init__(self, reason: str, wait_s: float | None = None) -> None:
         super().__init__(reason)
         self.wait_s = wait_s
-        self.ending = ending
 
 
 class Endpoint:
@@ -126,8 +121,7 @@ class Endpoint:
         an answer that is not as expected; it runs in a thread for a large one, so it yields to others now and then.
 
         Raises:
-            NoVerdict: the last answer was unreadable.
-            NoAnswer: no answer.
+            NoAnswer: no answer, or none that could be read.
             TemporaryError: ``read`` cannot work now.
         """
         for attempt in range(1, ATTEMPTS + 1):
@@ -142,7 +136,7 @@ class Endpoint:
                 return value
             except Passing as error:
                 if attempt == ATTEMPTS:
-                    raise error.ending(f"{self.hidden(str(error))}, as the last of {attempt} requests") from error
+                    raise NoAnswer(f"{self.hidden(str(error))}, as the last of {attempt} requests") from error
                 if (error.wait_s or 0.0) > MAX_WAIT_S:
                     raise NoAnswer(f"{error}, and to wait {error.wait_s:g} s, more than {MAX_WAIT_S:g} s") from error
                 if error.wait_s is not None:

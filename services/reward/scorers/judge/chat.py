@@ -5,7 +5,7 @@ from typing import TypeVar
 
 from prometheus_client import Counter
 
-from penstock.services.reward.endpoint import Endpoint, NoVerdict, Passing
+from penstock.services.reward.endpoint import Endpoint, Passing
 from penstock.shared.http.answer import Answer
 from penstock.shared.settings.rewards.scorers import JudgeScorer
 
@@ -45,7 +45,7 @@ class ChatClient:
         async def verdict(answer: str) -> T:
             if (value := await read(answer)) is None:
                 shown = self._endpoint.hidden(answer)[-_LONGEST_SHOWN:]
-                raise Passing(f"there is no verdict in {shown!r}", ending=NoVerdict)
+                raise Passing(f"there is no verdict in {shown!r}")
             return value
 
         return await self._endpoint.ask("chat/completions", self._body(question), self._content, verdict)
