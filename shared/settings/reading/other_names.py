@@ -63,7 +63,7 @@ OTHER_NAMES: Mapping[str, Mapping[str, str]] = {
         "save_total_limit": "trainer.keep_last",
         "scale_rewards": "algorithm.advantage",
         "shuffle_dataset": "data.shuffle",
-        "steps_per_generation": "algorithm.minibatches",
+        "steps_per_generation": "algorithm.minibatches, divided by gradient_accumulation_steps",
         "target_modules": "policy.lora.target_modules",
         "temperature": "sampling.temperature",
         "torch_dtype": _PRECISION,
