@@ -76,10 +76,8 @@ def _compare_with_the_model_alone(folder: Path, groups: Sequence[dict[str, Any]]
     for group in groups:
         prompt = dataclasses.replace(builders.prompt(), text=group["prompt"])
         texts = classifier.read(prompt, [sample["text"] for sample in group["completions"]])
-        raw_values = [
-            float(sample["scores"]["model"]["detail"].removeprefix("raw ")) for sample in group["completions"]
-        ]
-        assert classifier.compute(texts) == pytest.approx(raw_values, rel=1e-5, abs=FORWARD)
+        values = [sample["scores"]["model"]["value"] for sample in group["completions"]]
+        assert classifier.compute(texts) == pytest.approx(values, rel=1e-5, abs=FORWARD)
 
 
 async def _audit(folder: Path) -> None:
@@ -95,7 +93,4 @@ async def _audit(folder: Path) -> None:
         assert counts["trained"] == STEPS * GROUPS
         assert not any(outcome.startswith("dead") for outcome in counts)
         assert [await bus.length(stream) for stream in TRAINING_STREAMS] == [0, 0, 0, 0]
-        seen = await raw(bus).hgetall(bus.keys.named("statistics:model"))
-        assert int(seen[b"count"]) >= STEPS * GROUPS * GROUP_SIZE
-        assert int(seen[b"count"]) % GROUP_SIZE == 0
         await bus.close()

@@ -103,16 +103,22 @@ class _Bounded(HttpToolsProtocol):
         self._all.enter(self, self._cut, proven=True)
 
     def _displaced(self) -> None:
-        """Close this connection, unless a request that has already arrived proves a token.
+        """Close this connection, unless a request that has already arrived proves a token or is being answered.
 
         One turn of the loop reads what was sent before the connection was accepted, the next handles it: however many
-        connections one turn accepts, each can prove itself.
+        connections one turn accepts, each can prove itself. A probe needs no token: its connection is closed after
+        its answer.
         """
         self.loop.call_soon(self.loop.call_soon, self._drop)
 
     def _drop(self) -> None:
-        if not self._proven:
+        if self._proven:
+            return
+        cycle: RequestResponseCycle | None = self.cycle
+        if cycle is None or cycle.more_body or cycle.response_complete or self._in_head:
             self._cut()
+        else:
+            cycle.keep_alive = False
 
     def eof_received(self) -> None:
         self._disconnect()

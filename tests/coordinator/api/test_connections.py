@@ -163,6 +163,20 @@ async def test_a_connection_without_token_displaces_the_oldest_of_its_kind_only(
             writer.close()
 
 
+async def test_a_probe_that_has_arrived_is_answered_however_many_follow(bus: Bus, tmp_path: Path) -> None:
+    async with serving(bus, tmp_path, PATIENT, Access(TOKEN)) as server:
+        host, _, port = server.address.partition(":")
+        sent = []
+        for request in [b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n", *[UNFINISHED] * 9]:
+            sent.append(socket.create_connection((host, int(port))))
+            sent[-1].sendall(request)
+        probe, writer = await asyncio.open_connection(sock=sent[0])
+        assert (await probe.read()).startswith(b"HTTP/1.1 200 ")
+        writer.close()
+        for each in sent[1:]:
+            each.close()
+
+
 async def test_the_operator_and_probes_are_answered_during_a_flood(bus: Bus, tmp_path: Path) -> None:
     access = Access(api_flood.TOKEN.encode())
     async with serving(bus, tmp_path, ConnectionBounds(), access) as server:
