@@ -32,6 +32,7 @@ EntryId = NewType("EntryId", str)
 CRASHES = key(
     "crashes", "hash", "until its entry leaves", "`<stream>:<entry>` → how many processes died while they held it"
 )
+SWEPT = key("swept:<stream>", "string", "2 s", "who looked for silent consumers, which no other does meanwhile")
 CAUSES = key("causes", "hash", "until its entry leaves", "`<stream>:<entry>` → why its newest attempt failed")
 
 _PAGE_ENTRIES = 256
@@ -225,9 +226,8 @@ class Bus(Commands):
             suspect: note on the latter that they may have killed their consumer.
         """
         reclaimed = self.script(
-            "reclaim", stream=stream, group=stream.group or "", consumer=consumer,
-            min_idle_ms=int(min_idle_s * 1000), count=count, given_back=_GIVEN_BACK, stream_name=stream.name,
-            suspect=int(suspect),
+            "reclaim", stream=stream, swept=SWEPT.of(stream.name), group=stream.group or "", consumer=consumer, count=count,
+            min_idle_ms=int(min_idle_s * 1000), given_back=_GIVEN_BACK, stream_name=stream.name, suspect=int(suspect),
         )  # fmt: skip
         return await self._delivered(stream, kind, await self._unless_empty(reclaimed))
 

@@ -75,6 +75,30 @@ async def test_an_entry_that_is_tried_alone_has_counted_the_attempt_before_its_p
     assert (again.attempts, again.crashes) == (2, 1)
 
 
+async def test_one_worker_at_a_time_looks_for_silent_consumers_and_all_take_what_was_given_back(bus: Bus) -> None:
+    """To look walks all that is pending: 300 ms of the server's time at 256,000 entries, which each worker asks for."""
+
+    async def reclaim(consumer: str, count: int) -> list[str]:
+        taken = await bus.reclaim(PROMPTS, Prompt, consumer, min_idle_s=3600.0, count=count)
+        return [entry.group_id for entry in taken]
+
+    async def fall_silent(delivery: Delivery[Prompt]) -> None:
+        await raw(bus).xclaim(bus.keys.of(PROMPTS), "rollout", "a", 0, [delivery.entry_id], idle=7_200_000, justid=True)
+
+    await put(bus, 5)
+    entries = await take(bus)
+    for entry in entries[:3]:
+        await fall_silent(entry)
+    assert await reclaim("b", 1) == ["0"], "there may be more: the next looks, too"
+    assert await reclaim("c", 2) == ["1", "2"]
+    await raw(bus).set(bus.keys.named("swept:prompts"), "c")
+    await fall_silent(entries[3])
+    await bus.give_back(PROMPTS, "a", entries[4].entry_id, idle_s=7200.0)
+    assert await reclaim("d", 2) == ["4"]
+    await raw(bus).delete(bus.keys.named("swept:prompts"))
+    assert await reclaim("e", 2) == ["3"]
+
+
 async def test_an_entry_that_is_renewed_is_not_reclaimed(bus: Bus) -> None:
     await put(bus)
     (delivery,) = await take(bus, "a")
