@@ -105,9 +105,10 @@ class Replicas:
 
         Raises:
             PermanentError: none can ever.
+            NotHere: an evaluation's version is held by none any more.
         """
         while True:
-            name = await self._choose(request.prompt.min_version, last)
+            name = await self._choose(request, last)
             try:
                 return await self._ask(self._known[name], request), name
             except NotHere:
@@ -118,10 +119,20 @@ class Replicas:
                 self._known[name].failed_s = time.monotonic()
             last = ""
 
-    async def _choose(self, least: PolicyVersion, last: str) -> str:
+    def serves(self, version: PolicyVersion) -> bool:
+        """Whether one of them holds exactly ``version``."""
+        return any(replica.version == version for replica in self._known.values())
+
+    async def _choose(self, request: TurnRequest, last: str) -> str:
+        least = request.prompt.min_version
         async with self._changed:
             while True:
                 able = {name: each for name, each in self._known.items() if each.version >= least}
+                if request.is_evaluation:
+                    exact = {name: each for name, each in able.items() if each.version == least}
+                    if able and not exact:
+                        raise NotHere(f"no replica holds version {least} any more")
+                    able = exact
                 rested = {name: each for name, each in able.items() if time.monotonic() - each.failed_s >= _REST_S}
                 if rested:
                     best = min(rested, key=lambda name: (rested[name].load, name))

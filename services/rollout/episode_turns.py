@@ -99,8 +99,9 @@ class TurnListener:
 
     async def _answer(self, request: TurnRequest) -> frames.Frame:
         version, least = self._engine.version, request.prompt.min_version
-        if version is None or version < least or not self._taking.is_set():
-            return {"not_here": f"this replica holds version {version}, of {least} at least"}
+        is_other = request.is_evaluation and version != least
+        if version is None or version < least or is_other or not self._taking.is_set():
+            return {"not_here": f"this replica holds version {version}, of {least}{'' if is_other else ' at least'}"}
         self._running += 1
         try:
             return await self._draw(request)
@@ -116,7 +117,14 @@ class TurnListener:
         is_fresh = version is not None and 0 <= version - request.salt <= self._settings.algorithm.max_lag
         keeps = is_fresh and self._settings.weights.kv == "keep"
         sampling = prompt.sampling
-        words = [self._settings.run.seed, prompt.group_id, prompt.sample or 0, request.number, prompt.requeues]
+        words = [
+            self._settings.run.seed,
+            list(Purpose).index(prompt.purpose),
+            prompt.group_id,
+            prompt.sample or 0,
+            request.number,
+            prompt.requeues,
+        ]
         asked = GenerationRequest(
             request.token_ids,
             sampling,
@@ -124,7 +132,7 @@ class TurnListener:
             StopTexts(self._codec.decode, sampling.stop, sampling.min_new_tokens) if sampling.stop else None,
             request.salt if keeps else None,
         )
-        (drawn,) = (await self._generate(asked, prompt.min_version, Purpose.TRAIN)).samples
+        (drawn,) = (await self._generate(asked, prompt.min_version, prompt.purpose)).samples
         turn = DrawnTurn(
             np.ascontiguousarray(drawn.token_ids, np.int32),
             np.ascontiguousarray(drawn.behavior_logprobs, np.float32),

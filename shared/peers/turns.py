@@ -17,14 +17,16 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.shared.bus.encoding import wire
-from penstock.shared.bus.messages import FinishReason, Float32Array, Int32Array, PolicyVersion, Prompt, no_ids
+from penstock.shared.bus.messages import FinishReason, Float32Array, Int32Array, PolicyVersion, Prompt, Purpose, no_ids
 from penstock.shared.errors import MessageError, NotHere, PeerError, PermanentError
 from penstock.shared.peers.frames import Frame
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class TurnRequest:
-    """Draw after ``token_ids``, by the sampling of ``prompt``, with its ``min_version`` or a newer one."""
+    """Draw after ``token_ids``, by the sampling of ``prompt``, with its ``min_version`` or a newer one; of an evaluation with
+    exactly this one.
+    """
 
     prompt: Prompt
     token_ids: Int32Array
@@ -32,6 +34,10 @@ class TurnRequest:
     """Of the turn in its episode; part of its seed."""
     salt: PolicyVersion
     """The newest version when the episode started: its turns share a prefix cache."""
+
+    @property
+    def is_evaluation(self) -> bool:
+        return self.prompt.purpose is Purpose.EVALUATE
 
     def frame(self) -> Frame:
         return {

@@ -37,7 +37,8 @@ def flags(folder: Path) -> Mapping[str, object]:
         "episodes.replicas": 2,
         "episodes.max_episodes": _AT_A_TIME,
         "rollout.replicas": 2,
-        "evaluation.path": None,
+        "evaluation.path": folder / "train.jsonl",
+        "evaluation.every_steps": 20,
     }
 
 
