@@ -3,7 +3,7 @@
 ::
 
     client ──▶ {prompt: a Prompt, token_ids, number, salt}          one at a time on a connection
-    server ──▶ {running, token_ids, logprobs, spans, sizes, ids, finish}
+    server ──▶ {running, token_ids, logprobs, spans, sizes, ids, finish, cached}
             or {running, not_here: why}                             another replica may draw it
             or {running, refused: why}                              none can
 
@@ -63,7 +63,9 @@ def read_request(frame: Frame) -> TurnRequest:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class DrawnTurn:
-    """T sampled tokens: ids, logprobs (nats), (first token, version) rows, and supports as in :class:`Sample`."""
+    """T sampled tokens: ids, logprobs (nats), (first token, version) rows, and supports as in :class:`Sample`; ``cached``: tokens
+    before them that the replica's prefix cache had.
+    """
 
     token_ids: Int32Array
     logprobs: Float32Array
@@ -71,6 +73,7 @@ class DrawnTurn:
     finish_reason: FinishReason
     support_sizes: Int32Array = dataclasses.field(default_factory=no_ids)
     support_ids: Int32Array = dataclasses.field(default_factory=no_ids)
+    cached: int = 0
 
     def frame(self) -> Frame:
         return {
@@ -80,6 +83,7 @@ class DrawnTurn:
             "sizes": self.support_sizes.tobytes(),
             "ids": self.support_ids.tobytes(),
             "finish": self.finish_reason.value,
+            "cached": self.cached,
         }
 
 
@@ -103,7 +107,10 @@ def read_drawn(frame: Frame) -> DrawnTurn:
     if len(sizes) not in (0, len(token_ids)):
         raise PeerError("expected a support of every token, or of none, from the peer, found others")
     ids = _array(frame, "ids", np.int32)
-    return DrawnTurn(token_ids, logprobs, spans.reshape(-1, 2), FinishReason(finish), sizes, ids)
+    cached = _of(frame, "cached", int)
+    if cached < 0:
+        raise PeerError(f"expected at least 0 cached tokens of the peer, found {cached}")
+    return DrawnTurn(token_ids, logprobs, spans.reshape(-1, 2), FinishReason(finish), sizes, ids, cached)
 
 
 def read_running(frame: Frame) -> int:

@@ -72,13 +72,13 @@ async def test_the_processes_that_it_leaves_end(attacked: Any, tmp_path: Path) -
 
 def _runs(pid: int) -> bool:
     try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     except psutil.Error:
         return False
 
 
 def _says(process: psutil.Process, words: str) -> bool:
     try:
-        return " ".join(process.cmdline()) == words and process.status() != psutil.STATUS_ZOMBIE
+        return bool(" ".join(process.cmdline()) == words and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.Error:
         return False

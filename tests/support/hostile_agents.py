@@ -74,7 +74,7 @@ async def _try_keys(client: httpx.AsyncClient, asked: Any, folder: Path) -> floa
     own, statuses = client.headers["x-api-key"], list[int]()
     for key in (own[:-1], own.upper(), f"{own}x", "ep-" + "0" * 64, "Bearer", "\xe9", own[::-1], *_old(folder)):
         for name, value in (("x-api-key", key), ("authorization", f"Bearer {key}")):
-            headers = {"x-api-key": b"none", name: value.encode("latin-1")}
+            headers = {b"x-api-key": b"none", name.encode(): value.encode("latin-1")}
             answer = await client.post("/chat/completions", json=asked, headers=headers)
             statuses.append(answer.status_code)
     (folder / f"key-{os.getpid()}-{time.monotonic_ns()}").write_text(own)
