@@ -24,13 +24,22 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=150.0)
     parser.add_argument("--seed", type=int, default=6)
     parser.add_argument("--shared", action="store_true", help="trainer and replica use one device in turn")
+    parser.add_argument("--episodes", action="store_true", help="an agent plays episodes")
     parser.add_argument("--folder", type=Path, default=None, help="keep the run here; default: it is removed")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.WARNING)
     with tempfile.TemporaryDirectory(prefix="storm-") as scratch:
         folder = arguments.folder or Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
-        figures = asyncio.run(storm(folder, arguments.seed, seconds=arguments.seconds, shared=arguments.shared))
+        figures = asyncio.run(
+            storm(
+                folder,
+                arguments.seed,
+                seconds=arguments.seconds,
+                shared=arguments.shared,
+                with_episodes=arguments.episodes,
+            )
+        )
     print(json.dumps({"benchmark": "storm", "cpus": os.cpu_count(), **dataclasses.asdict(figures)}))
 
 

@@ -372,7 +372,7 @@ def make_evaluator(
     async def given_up(version: PolicyVersion) -> bool:
         return (await ledger.status()).state is RunState.STOPPED or version in await ledger.revoked()
 
-    return Evaluator(bus, held_out, settings.evaluation, settings.sampling, settings.run.seed, given_up, check)
+    return Evaluator(bus, held_out, settings, given_up, check)
 
 
 def order_of(settings: Settings, train: dataset.Dataset) -> dataset.EpochOrder | MixedOrder | Curriculum:

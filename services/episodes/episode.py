@@ -31,6 +31,8 @@ FORKS = Counter(
 )
 for _cause in ("history", "template"):
     FORKS.labels(_cause)
+BEFORE = Counter("penstock_episodes_history_tokens_total", "Tokens before turns, which replicas read or have cached.")
+CACHED = Counter("penstock_episodes_cached_tokens_total", "Of these, tokens in the prefix cache of the turn's replica.")
 _LONGEST_TEXT = 65_536
 
 
@@ -120,6 +122,8 @@ class Episode:
         sampling = self._sampling(len(ids), max_tokens, stop)
         drawn = await self._draw(ids, sampling, number)
         TURN_SECONDS.labels("render").observe(rendered_s - started_s)
+        BEFORE.inc(len(ids))
+        CACHED.inc(min(drawn.cached, len(ids)))
         TURN_SECONDS.labels("draw").observe(time.monotonic() - rendered_s)
         message = self._parser(ids, drawn.token_ids, has_tools=bool(tools))
         message, stopped = _cut_at(message, stop)

@@ -23,16 +23,20 @@ from penstock.shared.peers.turns import DrawnTurn, TurnRequest, read_drawn, read
 
 REDRAWN = Counter(
     "penstock_episodes_redrawn_total",
-    "Turns drawn again, by cause: left (the replica), not_here (it holds no version).",
+    "Turns drawn again, by cause: left (the replica, while it drew), unreachable, not_here (it holds no version).",
     ["cause"],
 )
-for _cause in ("left", "not_here"):
+for _cause in ("left", "unreachable", "not_here"):
     REDRAWN.labels(_cause)
 _MARGIN = 2
 _LOOK_S = 0.5
 _CONNECT_S = 10.0
 _REST_S = 2.0
 """A replica that did not answer is not asked for this time."""
+
+
+class _Unreachable(PeerError):
+    """No turn was asked for."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -105,23 +109,36 @@ class Replicas:
 
         Raises:
             PermanentError: none can ever.
+            NotHere: an evaluation's version is held by none any more.
         """
         while True:
-            name = await self._choose(request.prompt.min_version, last)
+            name = await self._choose(request, last)
             try:
                 return await self._ask(self._known[name], request), name
             except NotHere:
                 REDRAWN.labels("not_here").inc()
-            except (PeerError, OSError, TimeoutError):
-                REDRAWN.labels("left").inc()
+            except (PeerError, OSError, TimeoutError) as error:
+                REDRAWN.labels("unreachable" if isinstance(error, _Unreachable) else "left").inc()
+                if name in self._known:
+                    _hang_up(self._known[name])  # its other connections are broken, too
             if name in self._known:
                 self._known[name].failed_s = time.monotonic()
             last = ""
 
-    async def _choose(self, least: PolicyVersion, last: str) -> str:
+    def serves(self, version: PolicyVersion) -> bool:
+        """Whether one of them holds exactly ``version``."""
+        return any(replica.version == version for replica in self._known.values())
+
+    async def _choose(self, request: TurnRequest, last: str) -> str:
+        least = request.prompt.min_version
         async with self._changed:
             while True:
                 able = {name: each for name, each in self._known.items() if each.version >= least}
+                if request.is_evaluation:
+                    exact = {name: each for name, each in able.items() if each.version == least}
+                    if able and not exact:
+                        raise NotHere(f"no replica holds version {least} any more")
+                    able = exact
                 rested = {name: each for name, each in able.items() if time.monotonic() - each.failed_s >= _REST_S}
                 if rested:
                     best = min(rested, key=lambda name: (rested[name].load, name))
@@ -147,6 +164,13 @@ class Replicas:
                 connection.writer.close()
 
     async def _connect(self, address: str) -> _Connection:
+        """Raises _Unreachable."""
+        try:
+            return await self._introduced(address)
+        except (PeerError, OSError, TimeoutError) as error:
+            raise _Unreachable(str(error)) from error
+
+    async def _introduced(self, address: str) -> _Connection:
         host, _, port = address.rpartition(":")
         async with asyncio.timeout(_CONNECT_S):
             reader, writer = await asyncio.open_connection(host.strip("[]"), int(port))

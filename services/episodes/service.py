@@ -4,6 +4,7 @@
 
     episodes ──▶ Worker ──▶ Episodes.handle ──▶ driver.play(Episode) ──▶ RolloutGroup of one sample ──▶ rollouts
                                                      └── draw ──▶ Replicas ──▶ a rollout replica
+    eval_episodes ──▶ :mod:`evaluation`, the same of a whole group
 
 An episode whose environment, tools or agent could not work is redone; after the last attempt it is lost, or its group is
 buried (``assembly``). A killed process loses the episodes that it played, which another replica takes over.
@@ -14,22 +15,24 @@ import contextlib
 import dataclasses
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Protocol
 
-import numpy as np
 from prometheus_client import Counter, Gauge
 
 from penstock.services.episodes.answers import AnswerParser
 from penstock.services.episodes.drivers.hosts import Hosts
 from penstock.services.episodes.drivers.loop import ToolLoop
 from penstock.services.episodes.episode import Episode, Limits
+from penstock.services.episodes.evaluation import EvaluationEpisodes, watch
 from penstock.services.episodes.renderer import Renderer
 from penstock.services.episodes.replicas import Replicas
 from penstock.shared.bus import streams
 from penstock.shared.bus.assembly import bare
-from penstock.shared.bus.messages import Ended, Int32Array, PolicyVersion, Prompt, RolloutGroup, Sampling
+from penstock.shared.bus.crowd import Crowd
+from penstock.shared.bus.messages import Ended, Int32Array, Prompt, Purpose, RolloutGroup, Sample, Sampling, no_ids
 from penstock.shared.bus.stores.run.functions import episode_functions, note_functions
+from penstock.shared.bus.streams import Stream
 from penstock.shared.bus.worker import Worker
 from penstock.shared.errors import PermanentError, SettingsError, TemporaryError
 from penstock.shared.files.source import digest
@@ -45,6 +48,9 @@ for _ended in Ended:
     ENDED.labels(_ended.value)
 TURNS = Counter("penstock_episodes_turns_total", "Answers of the policy in episodes that ended.")
 RUNNING = Gauge("penstock_episodes_running", "Episodes that this process plays.")
+
+
+Handle = Callable[[Prompt], Awaitable[RolloutGroup]]
 
 
 class Driver(Protocol):
@@ -89,6 +95,14 @@ class Episodes:
                 "change [episodes]"
             )
         started_at_s = time.time()
+        sample = await self.play(prompt)
+        assert sample.ended is not None
+        ENDED.labels(sample.ended.value).inc()
+        TURNS.inc(int(sample.segments[:, 2].sum()))
+        return RolloutGroup(bare(prompt), no_ids(), (sample,), self._replica, started_at_s, time.time())
+
+    async def play(self, prompt: Prompt) -> Sample:
+        """Play an episode. Raises TemporaryError, PermanentError, or NotHere: an evaluation's version is gone."""
         limits = Limits(self._settings.max_turns, self._policy.context_tokens, self._settings.deadline_s)
         drawing = Drawing(prompt, self._replicas)
         episode = Episode(prompt, self._policy.renderer, self._policy.parser, drawing.draw, limits)
@@ -96,25 +110,17 @@ class Episodes:
             reward = await self._driver.play(episode)
         if not episode.turns:
             raise TemporaryError(f"the policy had no turn: the episode ended by its {episode.ended.value}")
-        ENDED.labels(episode.ended.value).inc()
-        TURNS.inc(episode.turns)
-        return RolloutGroup(
-            prompt=bare(prompt),
-            prompt_token_ids=np.zeros(0, dtype=np.int32),
-            samples=(episode.sample(reward),),
-            replica=self._replica,
-            started_at_s=started_at_s,
-            finished_at_s=time.time(),
-        )
+        return episode.sample(reward)
 
 
 class Drawing:
-    """Draws the turns of one episode; the draws of an attempt differ from those of an earlier one."""
+    """Draws the turns of one episode; the draws of an attempt differ from those of an earlier one, but in an evaluation."""
 
     def __init__(self, prompt: Prompt, replicas: Replicas) -> None:
         self._prompt, self._replicas = prompt, replicas
-        self._attempt = secrets.randbelow(1 << 20) << 16
-        self._salt: PolicyVersion | None = None
+        is_evaluation = prompt.purpose is Purpose.EVALUATE
+        self._attempt = 0 if is_evaluation else secrets.randbelow(1 << 20) << 16
+        self._salt = prompt.min_version if is_evaluation else None
         self._last = ""
 
     async def draw(self, token_ids: Int32Array, sampling: Sampling, number: int) -> DrawnTurn:
@@ -187,32 +193,39 @@ async def _tell_branching(context: Context, renderer: Renderer) -> None:
 async def work(context: Context, episodes: Episodes, replicas: Replicas) -> None:
     """Take entries until the service is stopped."""
     failures = HandlerFailures("episodes", context.bus, context.replica, context.status)
-    worker = Worker(
-        context.bus,
-        context.replica,
-        streams.EPISODES,
-        Prompt,
-        streams.ROLLOUTS,
-        episodes.handle,
-        context.settings.episodes.max_episodes,
-        context.patience,
-        context.cordon.taking,
-        bug=failures.note,
-        unit=1,
+    most, crowd, evaluating = context.settings.episodes.max_episodes, Crowd(), asyncio.Event()
+
+    def worker(source: Stream, output: Stream, handler: Handle, taking: asyncio.Event) -> Worker[Prompt, RolloutGroup]:
+        return Worker(
+            context.bus, context.replica, source, Prompt, output, handler, most, context.patience, taking,
+            crowd=crowd, bug=failures.note, unit=1,
+        )  # fmt: skip
+
+    evaluations = EvaluationEpisodes(episodes.play, context.replica, most)
+    workers = (
+        worker(streams.EPISODES, streams.ROLLOUTS, episodes.handle, context.cordon.taking),
+        worker(streams.EVAL_EPISODES, streams.EVAL_ROLLOUTS, evaluations.handle, evaluating),
     )
     context.status.start.end()
     async with asyncio.TaskGroup() as tasks:
-        around = [tasks.create_task(replicas.run()), tasks.create_task(_report(context, worker))]
-        await worker.run(context.stop)
+        around = [
+            tasks.create_task(replicas.run()),
+            tasks.create_task(_report(context, workers)),
+            tasks.create_task(watch(context.bus, replicas, context.cordon.taking, evaluating)),
+        ]
+        async with asyncio.TaskGroup() as working:
+            for each in workers:
+                working.create_task(each.run(context.stop))
         context.status.state = "stopping"
         for task in around:
             task.cancel()
 
 
-async def _report(context: Context, worker: Worker[Prompt, RolloutGroup]) -> None:
+async def _report(context: Context, workers: Sequence[Worker[Prompt, RolloutGroup]]) -> None:
     while True:
-        context.status.values["held"] = float(worker.held)
-        context.status.last_error = worker.counts.last_error
+        held = sum(worker.held for worker in workers)
+        context.status.values["held"] = float(held)
+        context.status.last_error = next((last for worker in workers if (last := worker.counts.last_error)), "")
         if not context.stop.is_set():
-            context.status.state = "working" if worker.held else "waiting"
+            context.status.state = "working" if held else "waiting"
         await asyncio.sleep(context.settings.internal.heartbeat_s)

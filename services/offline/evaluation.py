@@ -32,6 +32,10 @@ def evaluate(settings: Settings, version: int, step: int, most: int | None = Non
     """
     if not settings.evaluation.held_out:
         raise SettingsError("there is no held-out set: set evaluation.path, such as --evaluation.path heldout.jsonl")
+    if settings.episodes.is_on:
+        raise SettingsError(
+            "expected no [episodes], which only a run evaluates: read evaluations.jsonl of its folder, or leave them out"
+        )
     sets = [(held_set, _problems(settings, held_set, most)) for held_set in settings.evaluation.held_out]
     policy = LocalPolicy(settings, version)
     return asyncio.run(_evaluate(settings, policy, sets, version, step))

@@ -99,8 +99,9 @@ class TurnListener:
 
     async def _answer(self, request: TurnRequest) -> frames.Frame:
         version, least = self._engine.version, request.prompt.min_version
-        if version is None or version < least or not self._taking.is_set():
-            return {"not_here": f"this replica holds version {version}, of {least} at least"}
+        is_other = request.is_evaluation and version != least
+        if version is None or version < least or is_other or not self._taking.is_set():
+            return {"not_here": f"this replica holds version {version}, of {least}{'' if is_other else ' at least'}"}
         self._running += 1
         try:
             return await self._draw(request)
@@ -112,11 +113,10 @@ class TurnListener:
             self._running -= 1
 
     async def _draw(self, request: TurnRequest) -> frames.Frame:
-        prompt, version = request.prompt, self._engine.version
-        is_fresh = version is not None and 0 <= version - request.salt <= self._settings.algorithm.max_lag
-        keeps = is_fresh and self._settings.weights.kv == "keep"
-        sampling = prompt.sampling
-        words = [self._settings.run.seed, prompt.group_id, prompt.sample or 0, request.number, prompt.requeues]
+        prompt, settings = request.prompt, self._settings
+        keeps = keeps_salt(request.salt, self._engine.version, settings.algorithm.max_lag, settings.weights.kv)
+        sampling, purpose = prompt.sampling, list(Purpose).index(prompt.purpose)
+        words = [settings.run.seed, purpose, prompt.group_id, prompt.sample or 0, request.number, prompt.requeues]
         asked = GenerationRequest(
             request.token_ids,
             sampling,
@@ -124,7 +124,7 @@ class TurnListener:
             StopTexts(self._codec.decode, sampling.stop, sampling.min_new_tokens) if sampling.stop else None,
             request.salt if keeps else None,
         )
-        (drawn,) = (await self._generate(asked, prompt.min_version, Purpose.TRAIN)).samples
+        (drawn,) = (await self._generate(asked, prompt.min_version, prompt.purpose)).samples
         turn = DrawnTurn(
             np.ascontiguousarray(drawn.token_ids, np.int32),
             np.ascontiguousarray(drawn.behavior_logprobs, np.float32),
@@ -132,8 +132,14 @@ class TurnListener:
             drawn.finish_reason,
             np.ascontiguousarray(drawn.support_sizes, np.int32),
             np.ascontiguousarray(drawn.support_ids, np.int32),
+            drawn.cached_tokens,
         )
         return turn.frame()
+
+
+def keeps_salt(salt: PolicyVersion, version: PolicyVersion | None, max_lag: int, kv: str) -> bool:
+    """Whether a turn reads the cache of its episode's start: no key in it is more than ``max_lag`` steps old."""
+    return kv == "keep" and version is not None and 0 <= version - salt <= max_lag
 
 
 async def _unless(closing: "asyncio.Task[frames.Frame]", work: Coroutine[Any, Any, frames.Frame]) -> frames.Frame:

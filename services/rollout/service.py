@@ -300,13 +300,13 @@ class Rollout:
     async def _has_evaluations(self) -> bool:
         """Whether completions are left that this replica generates, or may still take.
 
-        Those of another replica are not awaited: if it is suspended, it continues only after the turn that waits for this
-        one.
+        Not those of another replica: if it is suspended, it continues only after the turn that waits for this one.
         """
         self._regulate()
         if not self._evaluating.is_set():
             return self._workers[-1].held > 0
-        return await self._bus.within_reach(streams.EVAL_PROMPTS, self._replica) > 0
+        within_reach = await self._bus.within_reach(streams.EVAL_PROMPTS, self._replica)
+        return within_reach + await self._bus.length(streams.EVAL_EPISODES) > 0
 
     def opened(self) -> None:
         """Take work, and pull the weights again if they were discarded."""

@@ -38,7 +38,7 @@ _NAMES = {
     "step_s": "train/step_time",
 }
 _SCORER = "scorer_mean_"
-_EVALUATED = ("accuracy", "accuracy_low", "accuracy_high", "answered")
+_EVALUATED = ("accuracy", "accuracy_low", "accuracy_high", "answered", "turns", "calls")
 
 
 @dataclasses.dataclass(slots=True)

@@ -19,7 +19,7 @@
     journal        trainer (commit) → trainer                 a checkpoint covers its step, or a rollback leaves its branch
     published      trainer (commit) → coordinator             its version is the head, in the same transaction
     policy         coordinator → all rollouts                 trimmed (broadcast; the newest entry is the head)
-    eval_prompts, eval_rollouts, eval_results                 as the first three, for held-out problems
+    eval_prompts, eval_episodes, eval_rollouts, eval_results  as those of training, for held-out problems; each entry is a group
     steps          trainer (commit) → coordinator, people     trimmed (step reports)
     events         every service, rollbacks → people          trimmed
     questions      API → rollout                              trimmed (`stores.questions`)
@@ -64,6 +64,7 @@ EPISODES = Stream("episodes", group="episodes")
 ROLLOUTS = Stream("rollouts", group="reward")
 EXPERIENCE = Stream("experience", group="trainer")
 EVAL_PROMPTS = Stream("eval_prompts", group="rollout")
+EVAL_EPISODES = Stream("eval_episodes", group="episodes")
 EVAL_ROLLOUTS = Stream("eval_rollouts", group="reward")
 EVAL_RESULTS = Stream("eval_results", group="coordinator")
 JOURNAL = Stream("journal")
@@ -81,7 +82,7 @@ SAMPLE_STREAMS = (PROMPTS, EPISODES)
 """Their entries are samples."""
 TRAINING_STREAMS = (*SAMPLE_STREAMS, ROLLOUTS, EXPERIENCE)
 """They hold what is in flight."""
-EVALUATION_STREAMS = (EVAL_PROMPTS, EVAL_ROLLOUTS, EVAL_RESULTS)
+EVALUATION_STREAMS = (EVAL_PROMPTS, EVAL_EPISODES, EVAL_ROLLOUTS, EVAL_RESULTS)
 GROUPED_STREAMS = (*TRAINING_STREAMS, *EVALUATION_STREAMS, PUBLISHED)
 
 for _stream in (*GROUPED_STREAMS, JOURNAL, POLICY, STEPS, EVENTS, AUDIT, HISTORY, MEMORY, QUESTIONS, ANSWERS):

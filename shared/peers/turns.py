@@ -3,7 +3,7 @@
 ::
 
     client ──▶ {prompt: a Prompt, token_ids, number, salt}          one at a time on a connection
-    server ──▶ {running, token_ids, logprobs, spans, sizes, ids, finish}
+    server ──▶ {running, token_ids, logprobs, spans, sizes, ids, finish, cached}
             or {running, not_here: why}                             another replica may draw it
             or {running, refused: why}                              none can
 
@@ -17,14 +17,16 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.shared.bus.encoding import wire
-from penstock.shared.bus.messages import FinishReason, Float32Array, Int32Array, PolicyVersion, Prompt, no_ids
+from penstock.shared.bus.messages import FinishReason, Float32Array, Int32Array, PolicyVersion, Prompt, Purpose, no_ids
 from penstock.shared.errors import MessageError, NotHere, PeerError, PermanentError
 from penstock.shared.peers.frames import Frame
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class TurnRequest:
-    """Draw after ``token_ids``, by the sampling of ``prompt``, with its ``min_version`` or a newer one."""
+    """Draw after ``token_ids``, by the sampling of ``prompt``, with its ``min_version`` or a newer one; of an evaluation with
+    exactly this one.
+    """
 
     prompt: Prompt
     token_ids: Int32Array
@@ -32,6 +34,10 @@ class TurnRequest:
     """Of the turn in its episode; part of its seed."""
     salt: PolicyVersion
     """The newest version when the episode started: its turns share a prefix cache."""
+
+    @property
+    def is_evaluation(self) -> bool:
+        return self.prompt.purpose is Purpose.EVALUATE
 
     def frame(self) -> Frame:
         return {
@@ -57,7 +63,9 @@ def read_request(frame: Frame) -> TurnRequest:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class DrawnTurn:
-    """T sampled tokens: ids, logprobs (nats), (first token, version) rows, and supports as in :class:`Sample`."""
+    """T sampled tokens: ids, logprobs (nats), (first token, version) rows, and supports as in :class:`Sample`; ``cached``: tokens
+    before them that the replica's prefix cache had.
+    """
 
     token_ids: Int32Array
     logprobs: Float32Array
@@ -65,6 +73,7 @@ class DrawnTurn:
     finish_reason: FinishReason
     support_sizes: Int32Array = dataclasses.field(default_factory=no_ids)
     support_ids: Int32Array = dataclasses.field(default_factory=no_ids)
+    cached: int = 0
 
     def frame(self) -> Frame:
         return {
@@ -74,6 +83,7 @@ class DrawnTurn:
             "sizes": self.support_sizes.tobytes(),
             "ids": self.support_ids.tobytes(),
             "finish": self.finish_reason.value,
+            "cached": self.cached,
         }
 
 
@@ -97,7 +107,10 @@ def read_drawn(frame: Frame) -> DrawnTurn:
     if len(sizes) not in (0, len(token_ids)):
         raise PeerError("expected a support of every token, or of none, from the peer, found others")
     ids = _array(frame, "ids", np.int32)
-    return DrawnTurn(token_ids, logprobs, spans.reshape(-1, 2), FinishReason(finish), sizes, ids)
+    cached = _of(frame, "cached", int)
+    if cached < 0:
+        raise PeerError(f"expected at least 0 cached tokens of the peer, found {cached}")
+    return DrawnTurn(token_ids, logprobs, spans.reshape(-1, 2), FinishReason(finish), sizes, ids, cached)
 
 
 def read_running(frame: Frame) -> int:

@@ -5,11 +5,31 @@ import contextlib
 import os
 import signal
 
+import psutil
+
+_REAP_S = 1.0
+
 
 def kill_group(pid: int) -> None:
     """SIGKILL the process group of ``pid``, if it exists."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
+
+
+def kill_marked(variable: str, value: str) -> None:
+    """SIGKILL every process that was given ``variable`` in its environment, wherever it has moved, until there is none."""
+    while marked := [process for process in psutil.process_iter() if _environment(process).get(variable) == value]:
+        for process in marked:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        psutil.wait_procs(marked, _REAP_S)
+
+
+def _environment(process: psutil.Process) -> dict[str, str]:
+    try:
+        return dict(process.environ())
+    except psutil.Error:  # it ended, is a zombie, or another user's
+        return {}
 
 
 async def reap(process: asyncio.subprocess.Process) -> None:

@@ -102,7 +102,8 @@ class Run:
         self._by_hand: dict[str, Started] = {}
         self._answered = ""
         self._forked = forked
-        words = [command, config, *(["--prometheus"] if prometheus else []), *(f"--{n}={v}" for n, v in values.items())]
+        given = [f"--{name}={value}" for name, value in values.items() if value is not None]
+        words = [command, config, *(["--prometheus"] if prometheus else []), *given]
         with self._output.open("w") as output:
             self.process = forge.start("penstock.services.cli", words, output, forked=forked)
 
@@ -283,7 +284,12 @@ async def running(
 
 @contextlib.asynccontextmanager
 async def harmed(
-    folder: Path, seed: int = 0, flags: Mapping[str, object] | None = None, *, forked: bool = True
+    folder: Path,
+    seed: int = 0,
+    flags: Mapping[str, object] | None = None,
+    *,
+    config: str = "config/arithmetic.toml",
+    forked: bool = True,
 ) -> AsyncIterator[tuple[Run, TcpServer, FaultProxy, Bus]]:
     """A run behind a proxy, its Valkey, and a direct bus."""
     server = TcpServer(folder / "valkey")
@@ -293,7 +299,7 @@ async def harmed(
     try:
         await until(lambda: answers(server.port), timeout_s=PATIENCE_S)
         url = f"redis://127.0.0.1:{await proxy.start()}"
-        async with running(folder, url, flags, forked=forked) as run:
+        async with running(folder, url, flags, config, forked=forked) as run:
             bus = await run.connect(server.url)
             yield run, server, proxy, bus
     finally:

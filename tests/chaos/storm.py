@@ -23,6 +23,7 @@ from pathlib import Path
 from penstock.shared.bus.bus import Bus
 from penstock.shared.bus.stores.policy.ledger import ENDED, Ledger
 from penstock.shared.bus.stores.policy.policies import PolicyState
+from tests.chaos import episodes
 from tests.chaos.audit import Watcher, audit_groups, audit_versions, reward_means
 from tests.chaos.run import Run, TcpServer, answers, harmed
 from tests.chaos.switches import HOLDERS, SHARED, hang, kill
@@ -34,6 +35,8 @@ log = logging.getLogger(__name__)
 
 _FIRST_STEPS, _LAST_STEPS, _LEAST_STEPS = 20, 40, 150
 """The mean reward of a step varies by 0.14, the difference of these means by 0.04; after 150 steps it is about 0.15."""
+_LEAST_WITH_EPISODES = 80
+"""There it varies by 0.06, and the difference by 0.02; after 80 steps it is about 0.1."""
 _LEASE_S = 4.0
 """Longer than a lease."""
 _CLAIM_S = 3.0
@@ -108,6 +111,23 @@ class Storm:
         self.recoveries: list[tuple[str, float]] = []
         """Each fault and the seconds from its beginning (a pause: end) to the next commit."""
         self._since_s = 0.0
+
+    def strike_episodes(self, faults: episodes.EpisodeFaults) -> None:
+        """Strike also what plays episodes, and leave out what is the same without."""
+        kept = ("kill reward", "kill trainer", "kill the leader", "kill the bus", "cut", "roll back")
+        self._faults = {name: self._faults[name] for name in kept} | {
+            "kill rollout": lambda: self._kill_drawing(faults),
+            "kill episodes": lambda: faults.kill_gateway(self._one("episodes")),
+            "kill a host": lambda: faults.kill_host(self._one("episodes")),
+            "freeze episodes": lambda: self._freeze("episodes", _CLAIM_S),
+        }
+
+    async def _kill_drawing(self, faults: episodes.EpisodeFaults) -> None:
+        before = await faults.redrawn()
+        await self._kill("rollout")
+        await self._run.more_steps(self._bus, 1)
+        redrawn = await faults.redrawn() - before
+        assert redrawn <= faults.most_in_progress, f"{redrawn} turns were drawn again after a kill"
 
     async def rage(self, *, seconds: float = math.inf, rounds: float = math.inf) -> None:
         """Strike for ``seconds``, or with every fault ``rounds`` times."""
@@ -260,6 +280,7 @@ async def storm(
     seconds: float = math.inf,
     rounds: float = math.inf,
     shared: bool = False,
+    with_episodes: bool = False,
     forked: bool = False,
 ) -> Figures:
     """Return the figures of a storm.
@@ -268,19 +289,26 @@ async def storm(
         seconds: its length.
         rounds: how often each fault strikes.
         shared: trainer and replica use one device in turn.
+        with_episodes: an agent plays episodes.
         forked: processes by ``tests/support/forge.py``, so that recoveries take less time than a user's.
     """
-    async with harmed(folder, seed, SHARED if shared else {}, forked=forked) as (run, server, proxy, bus):
+    flags, config = (SHARED if shared else {}), "config/arithmetic.toml"
+    if with_episodes:
+        flags, config = episodes.flags(folder), episodes.CONFIG
+    async with harmed(folder, seed, flags, config=config, forked=forked) as (run, server, proxy, bus):
         watcher = Watcher(bus)
         async with watcher.watching():
             await run.more_steps(bus, 5)
             run.join("coordinator", "coordinator-spare")
             raging = Storm(run, server, proxy, bus, watcher, seed, shared=shared)
+            if with_episodes:
+                raging.strike_episodes(episodes.EpisodeFaults(run, bus, folder))
             started_s = time.monotonic()
             await raging.rage(seconds=seconds, rounds=rounds)
             raged_s = time.monotonic() - started_s
             await run.more_steps(bus, 2)
-            while (await Ledger(bus).status()).step < _LEAST_STEPS:  # a busy machine makes few in a storm
+            least = _LEAST_WITH_EPISODES if with_episodes else _LEAST_STEPS
+            while (await Ledger(bus).status()).step < least:  # a busy machine makes few in a storm
                 await run.more_steps(bus, 5)
             await run.stop()
         assert (await Ledger(bus).status()).state in ENDED

@@ -15,8 +15,11 @@ SEED = int(os.environ.get("PENSTOCK_STORM_SEED", "6"))
 
 @pytest.mark.slow
 @pytest.mark.timeout(600 * ROUNDS + 900)
-async def test_in_a_storm_nothing_is_lost_nothing_is_trained_twice_and_learning_goes_on(tmp_path: Path) -> None:
-    figures = await storm(tmp_path, SEED, rounds=ROUNDS, forked=True)
+@pytest.mark.parametrize("with_episodes", [False, True])
+async def test_in_a_storm_nothing_is_lost_nothing_is_trained_twice_and_learning_goes_on(
+    tmp_path: Path, *, with_episodes: bool
+) -> None:
+    figures = await storm(tmp_path, SEED, rounds=ROUNDS, with_episodes=with_episodes, forked=True)
     print(json.dumps(dataclasses.asdict(figures)))
     assert set(figures.faults.values()) == {ROUNDS}
     assert figures.groups_lost == 0

@@ -20,6 +20,7 @@ from penstock.services.episodes.replicas import Replicas
 from penstock.services.episodes.service import Episodes, Policy, work
 from penstock.services.rollout.engines.prompts import CharacterCodec
 from penstock.services.rollout.engines.scripted import ScriptedEngine
+from penstock.services.rollout.episode_turns import keeps_salt
 from penstock.services.rollout.service import Rollout
 from penstock.shared.bus import streams
 from penstock.shared.bus.bus import Bus
@@ -282,6 +283,21 @@ async def test_the_endpoint_refuses_what_it_cannot_do_and_draws_a_retry_once(pla
     (group,) = await player.groups(1)
     assert [sample.environment_reward for sample in group.samples] == [1.0, 1.0]
     assert {int(sample.segments[:, 2].sum()) for sample in group.samples} == {3}
+
+
+@pytest.mark.parametrize(
+    ("version", "kv", "keeps"),
+    [
+        (3, "keep", True),
+        (4, "keep", True),
+        (5, "keep", False),
+        (2, "keep", False),
+        (None, "keep", False),
+        (3, "recompute", False),
+    ],
+)
+def test_a_salt_is_kept_while_its_keys_are_at_most_max_lag_old(version: Any, kv: str, *, keeps: bool) -> None:
+    assert keeps_salt(PolicyVersion(3), version, 1, kv) is keeps
 
 
 async def test_strangers_at_a_replicas_port_for_turns_neither_draw_nor_end_it(playing: Any) -> None:

@@ -7,6 +7,7 @@ import pytest
 from penstock.shared.settings import Settings
 
 GUESS = {"environment": "my_env:Guess"}
+TEACHER = {"name": "large", "model": "acme/large"}
 
 
 @pytest.mark.parametrize(
@@ -15,7 +16,7 @@ GUESS = {"environment": "my_env:Guess"}
         ({"episodes": {"max_turns": 3}}, "with episodes.max_turns, which has no effect without"),
         ({"episodes": {**GUESS, "agent": "my:run"}}, "with episodes.agent, which calls its own"),
         ({"episodes": {"environment": "my_env"}}, "should match pattern"),
-        ({"episodes": GUESS, "evaluation": {"path": "held.jsonl"}}, "expected no evaluation.path with"),
+        ({"episodes": GUESS, "reward": {"teachers": [TEACHER]}}, "expected no [[reward.teachers]] with"),
         ({"episodes": GUESS, "run": {"deterministic": "run"}}, 'expected no run.deterministic = "run" with'),
         ({"reward": {"scorers": [{"kind": "environment"}]}}, "expected episodes.environment or episodes.agent with"),
         (

@@ -3,7 +3,11 @@
 import json
 import os
 import time
+from pathlib import Path
 from typing import Any
+
+KEYS = "keys-{}.txt"
+"""In the folder of its row: the endpoints and keys of a process's episodes, by its id."""
 
 
 class Guess:
@@ -95,6 +99,27 @@ async def openai_agent(task: str, base_url: str, api_key: str, secret: int) -> f
             messages.append({"role": "assistant", "content": None, "tool_calls": [said]})
             hint = _hint(json.loads(calls[0].function.arguments)["number"], secret)
             messages.append({"role": "tool", "tool_call_id": calls[0].id, "content": hint})
+    return 0.0
+
+
+async def recording_agent(task: Any, base_url: str, api_key: str, secret: int, folder: str) -> float:
+    """Guess by plain HTTP, four times at most; record the key."""
+    import httpx
+
+    with (Path(folder) / KEYS.format(os.getpid())).open("a") as file:
+        file.write(f"{base_url} {api_key}\n")
+    messages: list[Any] = [{"role": "user", "content": task}]
+    async with httpx.AsyncClient(base_url=base_url, timeout=600.0, verify=False, trust_env=False) as client:
+        for _ in range(4):
+            body = {"messages": messages, "tools": [TOOL]}
+            answer = await client.post("/chat/completions", json=body, headers={"x-api-key": api_key})
+            said = answer.raise_for_status().json()["choices"][0]["message"]
+            if not said.get("tool_calls"):
+                return 0.0
+            hint = _hint(json.loads(said["tool_calls"][0]["function"]["arguments"])["number"], secret)
+            if hint == "=":
+                return 1.0
+            messages += [said, {"role": "tool", "tool_call_id": said["tool_calls"][0]["id"], "content": hint}]
     return 0.0
 
 

@@ -20,6 +20,7 @@ from penstock.services.coordinator.admission.admission import drawn_by
 from penstock.services.coordinator.admission.dataset import Dataset, subset
 from penstock.services.coordinator.evaluation.results import (
     Evaluation,
+    played_in,
     sentence,
     summarize,
 )
@@ -31,8 +32,8 @@ from penstock.shared.bus.stores.replicas.heartbeats import Heartbeat, heartbeats
 from penstock.shared.bus.streams import EVAL_RESULTS, EVALUATION_STREAMS, Stream
 from penstock.shared.errors import MessageError
 from penstock.shared.process.telemetry import tell
-from penstock.shared.settings import SamplingSettings
-from penstock.shared.settings.evaluation import EvaluationSettings, HeldOutSet
+from penstock.shared.settings import Settings
+from penstock.shared.settings.evaluation import HeldOutSet
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +63,7 @@ class Evaluator:
 
     Args:
         sets: held-out sets with problems.
-        sampling: of training; evaluations that sample are truncated alike.
+        settings: evaluations that sample are truncated as training is.
         interrupted: whether to abandon a version.
     """
 
@@ -70,17 +71,16 @@ class Evaluator:
         self,
         bus: Bus,
         sets: Sequence[tuple[HeldOutSet, Dataset]],
-        settings: EvaluationSettings,
-        sampling: SamplingSettings,
-        seed: int,
+        settings: Settings,
         interrupted: Callable[[PolicyVersion], Awaitable[bool]],
         check: GateCheck,
     ) -> None:
         self._bus = bus
         self._sets = sets
-        self._settings = settings
-        self._sampling = sampling
-        self._seed = seed
+        self._settings = settings.evaluation
+        self._sampling = settings.sampling
+        self._seed = settings.run.seed
+        self._environment = settings.episodes.name
         self._interrupted = interrupted
         self._check = check
 
@@ -122,9 +122,8 @@ class Evaluator:
             sampling = drawn_by(self._sampling, held_out.samples, held_out.temperature)
             for index in chosen:
                 asked = problems.problems[index].prompt(len(prompts), sampling)
-                prompts.append(
-                    dataclasses.replace(asked, min_version=version, purpose=Purpose.EVALUATE, admitted_at_s=now_s)
-                )
+                asked = dataclasses.replace(asked, min_version=version, purpose=Purpose.EVALUATE, admitted_at_s=now_s)
+                prompts.append(dataclasses.replace(asked, environment=self._environment))
             sets.append(
                 EvaluationRequest(
                     held_out.name, len(chosen), sampling.samples, held_out.correct_above, held_out.pass_at
@@ -183,23 +182,23 @@ class Evaluator:
             return
         above = description.set_of(prompt.group_id).correct_above
         correct = sum(float(reward) > above for reward in result.rewards)
-        await store.keep_answer(self._bus, prompt.group_id, correct)
+        await store.keep_answer(self._bus, prompt.group_id, correct, played_in(result.group))
 
     async def _over(self, description: Description, *, servable: bool) -> str | None:
         """Return None while answers may arrive, else why some are missing."""
         if await store.answered(self._bus) >= description.problems:
             return ""
         # One script, so that entries moving between streams are not missed.
-        prompts, rollouts, results = (depth.entries for depth in await self._bus.depths(*EVALUATION_STREAMS))
+        prompts, episodes, rollouts, results = (depth.entries for depth in await self._bus.depths(*EVALUATION_STREAMS))
         if results:
             return None
         if time.time() - description.started_at_s > self._settings.timeout_s:
             return f"after {self._settings.timeout_s:g} s"
         if rollouts:
             return None
-        if prompts and not servable:
+        if (prompts or episodes) and not servable:
             return f"as no replica serves version {description.version} any more"
-        return None if prompts else ""
+        return None if prompts or episodes else ""
 
     async def _appoint(self, description: Description) -> bool:
         beats = [beat for beat in await heartbeats(self._bus) if beat.service == "rollout"]
@@ -214,9 +213,9 @@ class Evaluator:
 
     async def _report(self, description: Description, why: str) -> list[Evaluation] | None:
         await self._clear_streams()
-        answers = await store.answers(self._bus)
+        answers, played = await store.answers(self._bus)
         conclusive = bool(answers) or description.initial or description.final or not why.startswith("as ")
-        unjudged = summarize(description, answers, why, time.time()) if conclusive else []
+        unjudged = summarize(description, answers, why, time.time(), played) if conclusive else []
         judged = [await self._check(evaluation) for evaluation in unjudged]
         if not await self._end(description, judged) or not judged:
             return None

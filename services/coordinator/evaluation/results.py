@@ -2,13 +2,15 @@
 
 import dataclasses
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from penstock.services.coordinator.evaluation.statistics import Estimate, estimate, pass_at
 from penstock.shared.bus.bus import Bus
-from penstock.shared.bus.messages import PolicyVersion
-from penstock.shared.bus.stores.policy.evaluations import Description, EvaluationRequest, evaluated, results
+from penstock.shared.bus.messages import PolicyVersion, RolloutGroup
+from penstock.shared.bus.stores.policy.evaluations import Description, EvaluationRequest, Played, evaluated, results
 from penstock.shared.settings.evaluation import ONLY_SET
 
 _CHUNK = 500
@@ -42,14 +44,28 @@ class Evaluation:
     """passed, fell, or empty: not applied."""
     gate_detail: str = ""
     """Reference and difference."""
+    turns: float | None = None
+    """Mean answers of the policy in an episode; None: no episodes."""
+    calls: float | None = None
+    """Mean calls of tools in an episode."""
+    ended: dict[str, float] = dataclasses.field(default_factory=dict)
+    """Share of the episodes that ended so."""
 
 
-def summarize(description: Description, answers: Mapping[int, int], why: str, now_s: float) -> list[Evaluation]:
-    """Return results by set from ``answers`` (problem → correct completions)."""
+def summarize(
+    description: Description,
+    answers: Mapping[int, int],
+    why: str,
+    now_s: float,
+    played: Mapping[int, Played] = MappingProxyType({}),
+) -> list[Evaluation]:
+    """Return results by set from ``answers`` (problem → correct completions) and the episodes ``played``."""
     evaluated, first = [], 0
     for asked in description.sets:
-        correct = [answers[problem] for problem in range(first, first + asked.problems) if problem in answers]
-        evaluated.append(_of_set(description, asked, correct, why, now_s))
+        problems = range(first, first + asked.problems)
+        correct = [answers[problem] for problem in problems if problem in answers]
+        result = _of_set(description, asked, correct, why, now_s)
+        evaluated.append(_with_episodes(result, [played[problem] for problem in problems if problem in played]))
         first += asked.problems
     return evaluated
 
@@ -79,6 +95,35 @@ def _of_set(
         seconds=now_s - description.started_at_s,
         note=note,
     )
+
+
+def _with_episodes(result: Evaluation, played: Sequence[Played]) -> Evaluation:
+    episodes, ended = sum(each.episodes for each in played), Counter[str]()
+    if not episodes:
+        return result
+    for each in played:
+        ended.update(each.ended)
+    return dataclasses.replace(
+        result,
+        turns=sum(each.turns for each in played) / episodes,
+        calls=sum(each.calls for each in played) / episodes,
+        ended={reason: count / episodes for reason, count in sorted(ended.items())},
+    )
+
+
+def played_in(group: RolloutGroup) -> Played | None:
+    """Return the sums of a problem's episodes; None: it has none."""
+    samples = [sample for sample in group.samples if len(sample.segments)]
+    if not samples:
+        return None
+    turns = sum(int(sample.segments[:, 2].astype(bool).sum()) for sample in samples)
+    ended = Counter(sample.ended.value for sample in samples if sample.ended is not None)
+    return Played(len(samples), turns, sum(_calls_in(sample.transcript) for sample in samples), dict(ended))
+
+
+def _calls_in(transcript: bytes) -> int:
+    turns = json.loads(transcript or b'{"turns": []}')["turns"]
+    return sum(len(message.get("tool_calls") or ()) for turn in turns for message in turn["messages"][-1:])
 
 
 def sentence(evaluation: Evaluation) -> str:

@@ -19,6 +19,7 @@ _KINDS: dict[DeadLetterSource, type[Any]] = {
     DeadLetterSource.ROLLOUTS: RolloutGroup,
     DeadLetterSource.EXPERIENCE: Experience,
     DeadLetterSource.EVAL_PROMPTS: Prompt,
+    DeadLetterSource.EVAL_EPISODES: Prompt,
     DeadLetterSource.EVAL_ROLLOUTS: RolloutGroup,
     DeadLetterSource.EVAL_RESULTS: Experience,
     DeadLetterSource.PUBLISHED: PolicyRecord,

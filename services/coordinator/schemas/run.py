@@ -68,6 +68,12 @@ class EvaluationView(ResponseModel):
     """passed, fell, or empty: not applied."""
     gate_detail: Sentence
     """Reference and difference."""
+    turns: float | None
+    """Mean answers of the policy in an episode; null: no episodes."""
+    calls: float | None
+    """Mean calls of tools in an episode."""
+    ended: dict[str, float]
+    """Share of the episodes that ended so."""
 
 
 class GuardView(ResponseModel):

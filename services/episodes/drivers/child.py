@@ -21,7 +21,7 @@ import queue
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -154,11 +154,20 @@ def _place(error: BaseException) -> str:
     return f"{Path(frame.filename).name}:{frame.lineno}"
 
 
+def _close(descriptors: Sequence[int]) -> None:
+    """Let a fork of the user's code not keep the pipes open when this process dies."""
+    empty = os.open(os.devnull, os.O_RDWR)
+    for descriptor in descriptors:
+        os.dup2(empty, descriptor, inheritable=False)
+    os.close(empty)
+
+
 def main() -> None:
     named, parent = json.loads(sys.argv[1]), int(sys.argv[2])
     confine(parent, None)
     questions, output, lock = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "w", encoding="utf-8"), threading.Lock()
     close_standard_streams()
+    os.register_at_fork(after_in_child=lambda: _close([questions.fileno(), output.fileno()]))
 
     def write(answer: Mapping[str, Any]) -> None:
         with lock:

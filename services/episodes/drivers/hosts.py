@@ -9,6 +9,7 @@ import contextlib
 import itertools
 import json
 import os
+import secrets
 import sys
 from collections.abc import AsyncIterator, Hashable, Mapping
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 from prometheus_client import Counter
 
 from penstock.shared.errors import NotHere, SettingsError, TemporaryError
-from penstock.shared.process.children import kill_group, reap
+from penstock.shared.process.children import kill_group, kill_marked, reap
 from penstock.shared.process.parent import FOR_PYTHON
 from penstock.shared.settings.rollout import EpisodesSettings
 
@@ -28,6 +29,7 @@ for _cause in ("overdue", "died"):
 _SLOTS = 4
 """Episodes that one process hosts, and that end with it."""
 _LINE_BYTES = 1 << 24
+_MARK = "PENSTOCK_EPISODES_PROCESS"
 _SUSPECTS = 1024
 
 
@@ -45,6 +47,7 @@ class Host:
         self._numbers = itertools.count()
         self._reading: asyncio.Task[None] | None = None
         self._closing = False
+        self._mark = secrets.token_hex(8)
         self.free = set(range(slots))
         self.starting: asyncio.Task[list[Any]] | None = None
 
@@ -64,7 +67,11 @@ class Host:
             *(sys.executable, "-m", "penstock.services.episodes.drivers.child", json.dumps(named), str(os.getpid())),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
-            env={"OMP_NUM_THREADS": "1", **{name: os.environ[name] for name in FOR_PYTHON if name in os.environ}},
+            env={
+                "OMP_NUM_THREADS": "1",
+                _MARK: self._mark,
+                **{name: os.environ[name] for name in FOR_PYTHON if name in os.environ},
+            },
             start_new_session=True,
             limit=_LINE_BYTES,
         )
@@ -166,6 +173,7 @@ class Host:
             self.starting.cancel()
             await asyncio.gather(self.starting, return_exceptions=True)
         await reap(self._process)
+        await asyncio.to_thread(kill_marked, _MARK, self._mark)  # what it left in sessions of their own
 
 
 class Hosts:

@@ -60,6 +60,8 @@ class GeneratedSample:
     support_sizes: Int32Array = dataclasses.field(default_factory=no_ids)
     """As in :class:`Sample`; empty without restrictions."""
     support_ids: Int32Array = dataclasses.field(default_factory=no_ids)
+    cached_tokens: int = 0
+    """Of its prompt, whose keys and values were in the prefix cache."""
 
 
 def with_texts(generated: Sequence[GeneratedSample], texts: Sequence[str], *, supports: bool) -> tuple[Sample, ...]:

@@ -1,7 +1,7 @@
 #!lua
 -- Start an evaluation: write its description and holding, and publish its prompts, unless one is under way, this
 -- version was evaluated before, or a newer one is the head.
--- KEYS: evaluation evaluations eval_prompts run
+-- KEYS: evaluation evaluations source run
 -- ARGV: version description holding payloads...
 -- Returns 1, or 0 if nothing was done.
 if redis.call('EXISTS', evaluation) == 1 or redis.call('HEXISTS', evaluations, version) == 1 then
@@ -13,6 +13,6 @@ if head and tonumber(head) > tonumber(version) then
 end
 redis.call('HSET', evaluation, 'version', version, 'description', description, 'holding', holding)
 for i, payload in ipairs(payloads) do
-  redis.call('XADD', eval_prompts, '*', 'id', string.format('%d', i - 1), 'data', payload)
+  redis.call('XADD', source, '*', 'id', string.format('%d', i - 1), 'data', payload)
 end
 return 1

@@ -68,7 +68,10 @@ class Requests:
             self._reports.forget(name)
         outputs = sorted(finished.outputs, key=lambda output: int(output.index))
         drawn = tuple(
-            _sample(output, row, request, self._stop, end, self._native)
+            dataclasses.replace(
+                _sample(output, row, request, self._stop, end, self._native),
+                cached_tokens=finished.num_cached_tokens or 0,
+            )
             for output, row in zip(outputs, rows, strict=True)
         )
         return drawn * (request.sampling.samples // count)

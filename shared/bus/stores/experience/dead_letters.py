@@ -29,6 +29,7 @@ class DeadLetterSource(StrEnum):
     ROLLOUTS = "rollouts"
     EXPERIENCE = "experience"
     EVAL_PROMPTS = "eval_prompts"
+    EVAL_EPISODES = "eval_episodes"
     EVAL_ROLLOUTS = "eval_rollouts"
     EVAL_RESULTS = "eval_results"
     PUBLISHED = "published"

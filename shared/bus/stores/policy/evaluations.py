@@ -13,13 +13,14 @@ The holding is written before a newer version is announced, so replicas see it. 
 import dataclasses
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from penstock.shared.bus.bus import Bus
 from penstock.shared.bus.encoding import wire
 from penstock.shared.bus.keys import key
 from penstock.shared.bus.messages import PolicyVersion, Prompt
+from penstock.shared.bus.streams import EVAL_EPISODES, EVAL_PROMPTS
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +30,9 @@ EVALUATION = key(
     "while one is under way",
     "version, description and holding (JSON) of the evaluation under way",
 )
-EVALUATION_ANSWERS = key("evaluation_answers", "hash", "while one is under way", "problem → correct completions")
+EVALUATION_ANSWERS = key(
+    "evaluation_answers", "hash", "while one is under way", "problem → correct completions, or with episodes JSON"
+)
 EVALUATIONS = key("evaluations", "hash", "the run's", "version → what its evaluation found, by set (JSON)")
 GATE = key("gate", "hash", "the run's", "version whose accuracy fell → what was done about it: tell, rollback, pause")
 
@@ -79,13 +82,26 @@ class Holding:
         return json.dumps(dataclasses.asdict(self))
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Played:
+    """Sums over the episodes of a problem."""
+
+    episodes: int
+    turns: int
+    calls: int
+    """Of tools."""
+    ended: Mapping[str, int]
+    """Episodes by how they ended."""
+
+
 async def start(bus: Bus, description: Description, to_hold: Holding, prompts: Sequence[Prompt]) -> bool:
     """Begin; False if one is under way, the version was evaluated, or a newer one is the head. Raises BusFull: the
     server has no memory for it.
     """
     started = await bus.script(
         "start_evaluation", version=description.version, description=json.dumps(dataclasses.asdict(description)),
-        holding=to_hold.encode(), payloads=[wire.encode(prompt) for prompt in prompts],
+        holding=to_hold.encode(), source=EVAL_EPISODES if any(prompt.environment for prompt in prompts) else EVAL_PROMPTS,
+        payloads=[wire.encode(prompt) for prompt in prompts],
     )  # fmt: skip
     return bool(started)
 
@@ -113,13 +129,23 @@ async def appoint(bus: Bus, to_hold: Holding) -> bool:
     return bool(await bus.script("appoint", version=to_hold.version, holding=to_hold.encode()))
 
 
-async def keep_answer(bus: Bus, problem: int, correct: int) -> None:
-    """Keep a problem's number of correct completions, once."""
-    await bus.write(EVALUATION_ANSWERS, "HSETNX", str(problem), str(correct))
+async def keep_answer(bus: Bus, problem: int, correct: int, played: Played | None = None) -> None:
+    """Keep a problem's number of correct completions, and its episodes, once."""
+    answer = correct if played is None else {"correct": correct, **dataclasses.asdict(played)}
+    await bus.write(EVALUATION_ANSWERS, "HSETNX", str(problem), json.dumps(answer))
 
 
-async def answers(bus: Bus) -> dict[int, int]:
-    return {int(problem): int(correct) for problem, correct in (await bus.hgetall(EVALUATION_ANSWERS)).items()}
+async def answers(bus: Bus) -> tuple[dict[int, int], dict[int, Played]]:
+    """Return each problem's number of correct completions, and the episodes of those that have any."""
+    correct, played = dict[int, int](), dict[int, Played]()
+    for problem, text in (await bus.hgetall(EVALUATION_ANSWERS)).items():
+        answer = json.loads(text)
+        if isinstance(answer, dict):
+            correct[int(problem)] = answer.pop("correct")
+            played[int(problem)] = Played(**answer)
+        else:
+            correct[int(problem)] = answer
+    return correct, played
 
 
 async def answered(bus: Bus) -> int:

@@ -445,6 +445,32 @@ async def test_a_prompt_never_reuses_the_prefix_of_older_weights(engine: VllmEng
             await put(engine, offer(tmp_path, 3, MODELS[3]))
 
 
+async def test_turns_of_an_episode_find_their_history_cached_until_its_salt_is_too_old(
+    engine: VllmEngine, tmp_path: Path
+) -> None:
+    start, given = PolicyVersion(3), np.arange(5, 29, dtype=np.int32)  # what a tool says
+
+    async def play(salts: Sequence[int], swap_before: int = -1) -> list[tuple[int, int]]:
+        """Return for each turn the tokens that were cached, and those whose whole blocks the turn before had read."""
+        history, before, counts = PROMPT, 0, list[tuple[int, int]]()
+        for turn, salt in enumerate(salts):
+            if turn == swap_before:
+                await put(engine, offer(tmp_path, start, MODELS[start]))
+            asked = dataclasses.replace(request(history, samples=1, new_tokens=8), salt=PolicyVersion(salt))
+            (drawn,) = (await engine.generate(asked)).samples
+            counts.append((drawn.cached_tokens, before // PAGE_TOKENS * PAGE_TOKENS))
+            before = len(history) + len(drawn.token_ids) - 1  # the last token was not read yet
+            history = np.concatenate([history, drawn.token_ids, given])
+        return counts[1:]
+
+    turns = await play([start] * 6, swap_before=4)
+    assert sum(allowed for _, allowed in turns) >= 10 * PAGE_TOKENS
+    assert sum(cached for cached, _ in turns) >= 0.95 * sum(allowed for _, allowed in turns)
+    assert turns[3][0] == turns[3][1], "running episodes keep their cache over a swap"
+    (salted_again,) = await play([start, start + 5])
+    assert salted_again[0] == 0, "no key of older weights is read under another salt"
+
+
 async def test_drained_groups_are_of_one_version(engine: VllmEngine, tmp_path: Path) -> None:
     draining = variant(engine, update="drain", stop=())
     first = asyncio.ensure_future(draining.generate(request(new_tokens=120)))

@@ -91,6 +91,6 @@ def test_every_script_that_adds_to_a_stream_is_known() -> None:
         "restore": {"journal"},
         "revive": {"stream"},
         "roll_back": {"history", "events"},
-        "start_evaluation": {"eval_prompts"},
+        "start_evaluation": {"source"},
         "transition": {"history"},
     }, "a new writer belongs into the map of shared/bus/streams.py"

@@ -1,0 +1,116 @@
+"""Faults of a run whose policy plays episodes with an agent: its service, and the processes of the agent's code."""
+
+import importlib
+import json
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+
+import httpx
+import psutil
+import torch
+
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.stores.replicas.heartbeats import heartbeats
+from tests.chaos.run import Run
+from tests.support.guessing import KEYS
+
+CONFIG = "examples/guess/run.toml"
+_AT_A_TIME = 12
+_REDRAWN = 'penstock_episodes_redrawn_total{cause="left"} '
+
+
+def flags(folder: Path) -> Mapping[str, object]:
+    """Write a policy of random weights, and rows; return the settings of a run in which an agent guesses numbers."""
+    make = importlib.import_module("examples.guess.make")
+    torch.manual_seed(0)
+    tokenizer = make.build_tokenizer()
+    make.build_policy(tokenizer).save_pretrained(folder / "policy")
+    tokenizer.save_pretrained(folder / "policy")
+    rows = [{"prompt": "?", "secret": number, "folder": str(folder)} for number in make.NUMBERS]
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {
+        "policy.model": folder / "policy",
+        "data.path": folder / "train.jsonl",
+        "episodes.environment": "",
+        "episodes.agent": "tests.support.guessing:recording_agent",
+        "episodes.replicas": 2,
+        "episodes.max_episodes": _AT_A_TIME,
+        "rollout.replicas": 2,
+        "evaluation.path": folder / "train.jsonl",
+        "evaluation.every_steps": 20,
+    }
+
+
+class EpisodeFaults:
+    """Faults of ``run``, whose agent records its keys in ``folder``."""
+
+    def __init__(self, run: Run, bus: Bus, folder: Path) -> None:
+        self._run, self._bus, self._folder = run, bus, folder
+
+    async def kill_gateway(self, name: str) -> None:
+        """Kill a replica of the service: its processes and its keys end with it."""
+        pid = await self._pid(name)
+        keys: set[str] = set()
+        while not keys:
+            below = psutil.Process(pid).children(recursive=True)
+            keys = {key for process in below for _, key in self._recorded(process.pid)}
+        self._run.send(name, signal.SIGKILL)
+        await self._run.until(lambda: not any(process.is_running() for process in below))
+        await self._pid(name, other_than=pid)
+        url = ""
+
+        async def serves() -> bool:
+            nonlocal url
+            url = next((each for each, key in self._alive() if key not in keys), "")
+            return bool(url)
+
+        await self._run.until(serves)
+        async with httpx.AsyncClient(trust_env=False) as client:
+            for key in sorted(keys)[-50:]:
+                answer = await client.get(f"{url}/models", headers={"authorization": f"Bearer {key}"})
+                assert answer.status_code == 401, f"a dead gateway's key is answered by {answer.status_code}"
+
+    async def kill_host(self, name: str) -> None:
+        """Kill a process of the agent's code."""
+        hosts: list[psutil.Process] = []
+
+        async def is_any() -> bool:
+            hosts[:] = psutil.Process(await self._pid(name)).children()
+            return bool(hosts)
+
+        await self._run.until(is_any)
+        hosts[0].kill()
+
+    async def redrawn(self) -> float:
+        """Return how many turns were drawn again because a replica left, in the gateways that run."""
+        total = 0.0
+        async with httpx.AsyncClient(trust_env=False) as client:
+            for beat in await heartbeats(self._bus):
+                if beat.service == "episodes":
+                    text = (await client.get(f"http://{beat.address}/metrics")).text
+                    total += sum(
+                        float(line.removeprefix(_REDRAWN)) for line in text.splitlines() if line.startswith(_REDRAWN)
+                    )
+        return total
+
+    @property
+    def most_in_progress(self) -> int:
+        """Turns that are drawn at a time: an agent has one."""
+        return 2 * _AT_A_TIME
+
+    async def _pid(self, name: str, other_than: int | None = None) -> int:
+        await self._run.until(lambda: self._run.pid(name) not in (None, other_than))
+        pid = self._run.pid(name)
+        assert pid is not None
+        return pid
+
+    def _recorded(self, pid: int) -> list[tuple[str, str]]:
+        path = self._folder / KEYS.format(pid)
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [(url, key) for url, _, key in (line.partition(" ") for line in lines) if key]
+
+    def _alive(self) -> list[tuple[str, str]]:
+        paths = self._folder.glob(KEYS.format("*"))
+        pids = [int(path.stem.rpartition("-")[2]) for path in paths]
+        return [pair for pid in pids if psutil.pid_exists(pid) for pair in self._recorded(pid)]
