@@ -1,18 +1,21 @@
 """Steps on trees: given tokens condition, and have no part in the loss or its denominators."""
 
 import dataclasses
+import functools
 
 import numpy as np
 import pytest
 import torch
 
+from penstock.services.trainer.batch.packing import PackedRow, micro_batch
 from penstock.services.trainer.batch.staleness import find_contexts, token_lags, trained_tokens
 from penstock.shared.bus.encoding import wire
-from penstock.shared.bus.messages import Experience, PolicyVersion, StepPlan
-from tests.support import builders
+from penstock.shared.bus.messages import Experience, Float32Array, Int32Array, PolicyVersion, Sample, StepPlan
+from tests.support import builders, tiny
+from tests.support import trees as branching
 from tests.support.tolerance import FORWARD, GRADIENT
 from tests.trainer.algorithm.test_masked_tokens import FLAT
-from tests.trainer.algorithm.test_update import Rank, batch, settings, timeless
+from tests.trainer.algorithm.test_update import Rank, batch, policy, settings, timeless
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -38,6 +41,36 @@ def as_trees(groups: list[Experience], kept: int) -> list[Experience]:
         group = dataclasses.replace(experience.group, prompt_token_ids=prompt[:kept], samples=tuple(samples))
         made.append(wire.decode(wire.encode(dataclasses.replace(experience, group=group)), Experience))
     return made
+
+
+@functools.cache
+def episodes(gap: float = 0.3, longer: int = 0) -> list[Experience]:
+    """Return the groups of :func:`batch` with trees of several branches; every other group has no prompt of its own.
+
+    The last group's first sample has ``longer`` segments more.
+    """
+    made = []
+    for experience in batch():
+        number = int(experience.group_id)
+        generator = np.random.default_rng(100 + number)
+        prompt = experience.group.prompt_token_ids if number % 2 else np.zeros(0, np.int32)
+        opening, samples = generator.integers(3, tiny.VOCABULARY, 4).astype(np.int32), []
+        for place in range(len(experience.group.samples)):
+            more = longer if number + 1 == len(batch()) and not place else 0
+            own_prompt = not len(prompt)
+            bare = branching.tree(generator, tiny.VOCABULARY, opening, own_prompt=own_prompt, segments=5 + more)
+            samples.append(dataclasses.replace(bare, behavior_logprobs=_behavior(prompt, bare, gap, generator)))
+        group = dataclasses.replace(experience.group, prompt_token_ids=prompt, samples=tuple(samples))
+        made.append(wire.decode(wire.encode(dataclasses.replace(experience, group=group)), Experience))
+    return made
+
+
+def _behavior(prompt: Int32Array, bare: Sample, gap: float, generator: np.random.Generator) -> Float32Array:
+    logprobs = np.zeros(len(bare.token_ids), np.float32)
+    with torch.no_grad():
+        drawn_N = policy().eval()(micro_batch([PackedRow(prompt, (bare,), (0,))])).policy_logprobs_N.numpy()
+    logprobs[bare.sampled] = drawn_N - gap * np.abs(generator.normal(size=len(drawn_N)))
+    return logprobs
 
 
 @pytest.mark.parametrize(
