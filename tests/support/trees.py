@@ -15,6 +15,7 @@ from penstock.services.trainer.batch.packing import PackedRow, micro_batch
 from penstock.services.trainer.model.policy import Policy
 from penstock.services.trainer.model.trunk import Packing
 from penstock.shared.bus.messages import FinishReason, Int32Array, Sample
+from penstock.shared.model.rope import settle_rope
 from tests.support import model_zoo
 from tests.support.model_configurations import VOCABULARY
 
@@ -109,16 +110,28 @@ def trie_tokens(row: PackedRow) -> int:
 SHAPES = ((0, 140, 5), (1, 0, 150))
 """Per micro-batch of 4 trees: seed, tokens of the prompt, of the opening. Longer than windows of 24, and forked (128)."""
 
+_CONTEXT = 170
+"""Tokens of the longest sequence of ``model_zoo.LONG``."""
+
 
 @contextlib.contextmanager
 def float64() -> Iterator[None]:
     """Have models compute in float64 what they compute in float32."""
-    with (
-        mock.patch.object(torch, "float32", torch.float64),
-        mock.patch.object(torch, "float", torch.float64),
-        mock.patch.object(Tensor, "float", Tensor.double),
-    ):
-        yield
+    from transformers.models.recurrent_gemma.modeling_recurrent_gemma import RecurrentGemmaRglru
+
+    scan, single = RecurrentGemmaRglru._rnn_scan, torch.float32
+    defaults = tuple(torch.float64 if value is single else value for value in scan.__defaults__)
+    torch.set_default_dtype(torch.float64)
+    try:
+        with (
+            mock.patch.object(torch, "float32", torch.float64),
+            mock.patch.object(torch, "float", torch.float64),
+            mock.patch.object(Tensor, "float", Tensor.double),
+            mock.patch.object(scan, "__defaults__", defaults),
+        ):
+            yield
+    finally:
+        torch.set_default_dtype(single)
 
 
 def compare(
@@ -129,6 +142,7 @@ def compare(
         model_zoo.save(name, Path(folder))
         model = model_zoo.reference(Path(folder))
         policy = model_zoo.open_policy(Path(folder), model_zoo.groups(model_zoo.LONG), packing).eval()
+    settle_rope(model, _CONTEXT)  # fixed per run, by its longest sequence
     for of in (model, policy.model):
         of.double()
         if hasattr(of, "set_experts_implementation"):

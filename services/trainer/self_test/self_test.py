@@ -1,8 +1,8 @@
 """The self-test at every start: policy and critic, as trained, against their unmodified models.
 
-Two groups of random tokens go through the policy as one micro-batch, and one sequence at a time through
-``unmodified_model``. Compared are logprobs (of a critic: normalised hidden states), and the gradient of a weighted sum
-of them, with respect to token embeddings and parameters of up to ``_SMALL`` numbers.
+Two groups of random tokens, each with a tree of two branches, go through the policy as one micro-batch, and one
+sequence at a time through ``unmodified_model``. Compared are logprobs (of a critic: normalised hidden states), and the
+gradient of a weighted sum of them, with respect to token embeddings and parameters of up to ``_SMALL`` numbers.
 
     float32         max |Δ logprob| ≤ 1e-3 nats, ‖Δ gradient‖ ≤ 1e-3 ‖gradient‖
     widened         mean |Δ logprob| ≤ max(0.005 nats, 4 × spread), ‖Δ gradient‖ ≤ max(0.02, 4 × spread) ‖gradient‖
@@ -44,7 +44,7 @@ from penstock.services.trainer.self_test.unmodified_model import (
     unmodified,
     without_dropout,
 )
-from penstock.shared.bus.messages import FinishReason, Sample
+from penstock.shared.bus.messages import FinishReason, Int32Array, Sample, no_segments
 from penstock.shared.errors import SettingsError
 from penstock.shared.model.causal_model import ordinary_ids
 
@@ -294,16 +294,22 @@ def windows(config: Any) -> list[int]:
     return [window for window in values if isinstance(window, int) and window > 0]
 
 
+def _tree(tokens: int) -> Int32Array:
+    """Return a turn, given tokens and a turn after them; another turn after the first."""
+    return np.array([[0, -1, 1], [tokens // 3, 0, 0], [tokens // 2, 1, 1], [3 * tokens // 4, 0, 1]], np.int32)
+
+
 def _row(prompt: Any, completions: Sequence[Any], temperature: float, place: int) -> PackedRow:
     samples = tuple(
         Sample(
             token_ids=ids,
+            segments=_tree(len(ids)) if number == 0 and len(ids) > 3 else no_segments(),
             behavior_logprobs=np.zeros(len(ids), np.float32),
             version_spans=np.zeros((1, 2), np.int32),
             finish_reason=FinishReason.LENGTH,
             text="",
         )
-        for ids in completions
+        for number, ids in enumerate(completions)
     )
     return PackedRow(prompt, samples, tuple(range(place, place + len(samples))), temperature)
 

@@ -6,11 +6,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from penstock.services.trainer.batch.packing import PackedRow
+from penstock.services.trainer.batch.segments import Segments
 from penstock.services.trainer.model import adapter
 from penstock.services.trainer.model.critic import Critic
 from penstock.services.trainer.model.layers import mixers
@@ -91,6 +93,19 @@ def test_packed_rows_that_differ_give_way_to_sequences_and_the_layer_is_named(
     assert result.packing == "sequences"
     assert "the first module whose output differs is model.layers.0.conv" in result.reason
     assert result.gap.max_nats < 1e-5
+
+
+def test_branches_that_see_one_another_give_way_to_sequences(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def until(of: Segments) -> Any:
+        """Until the end of the sample, of a tree's segments too."""
+        return np.repeat([of.ends[of.path(k)[:2][-1]] for k in range(len(of.ends))], of.lengths_K)
+
+    monkeypatch.setattr(Segments, "until", property(until))
+    result = self_test.run(opened(folders["qwen3"]), "auto")
+    assert result.packing == "sequences"
+    assert "the first module whose output differs is model.layers.0.self_attn" in result.reason
 
 
 def test_packed_rows_that_differ_are_refused_where_they_are_asked_for(
