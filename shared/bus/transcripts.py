@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from penstock.shared.bus.messages import Int32Array, Sample
+from penstock.shared.errors import PermanentError
 
 Messages = list[dict[str, Any]]
 _TOOLS = "tools"
@@ -34,7 +35,7 @@ class Conversation:
 
 
 def read(sample: Sample) -> Conversation | None:
-    """Return the conversation of an episode; None: a completion. Raises ValueError: another transcript."""
+    """Return the conversation of an episode; None: a completion. Raises PermanentError: another transcript."""
     if not sample.transcript:
         return None
     try:
@@ -46,7 +47,9 @@ def read(sample: Sample) -> Conversation | None:
         start = len(histories[first]) - 1
         ids = _token_ids(sample, turns[first]["segment"], turns[-1]["segment"])
     except (TypeError, KeyError, IndexError, ValueError, RecursionError) as error:
-        raise ValueError(f"expected the messages of an episode's turns, found another transcript: {error}") from error
+        raise PermanentError(
+            f"expected the messages of an episode's turns, found another transcript: {error}"
+        ) from error
     seen = [(history[:-1], history[-1:]) for history in histories]
     return Conversation(histories[-1][:start], histories[-1][start:], ids, seen)
 

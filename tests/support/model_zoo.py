@@ -26,7 +26,7 @@ from torch import Tensor
 from penstock.services.trainer.batch.packing import MicroBatch, PackedRow, micro_batch
 from penstock.services.trainer.model.policy import Policy, load_model
 from penstock.services.trainer.model.trunk import Packing
-from penstock.services.trainer.self_test import reached_weights, self_test
+from penstock.services.trainer.self_test import random_rows, reached_weights, self_test
 from penstock.shared.bus.messages import FinishReason, Sample
 from penstock.shared.errors import SettingsError
 from penstock.shared.settings import PolicySettings
@@ -196,7 +196,7 @@ def check(name: str) -> Verdict:
 
 def _is_for_one_rank(policy: Policy) -> bool:
     try:
-        reached_weights.check(policy, self_test.draw(policy.model, torch.device("cpu"), 0), "policy.model")
+        reached_weights.check(policy, random_rows.draw(policy.model, torch.device("cpu"), 0), "policy.model")
     except SettingsError:
         return True
     return False

@@ -17,7 +17,7 @@ from penstock.services.trainer.model import adapter
 from penstock.services.trainer.model.critic import Critic
 from penstock.services.trainer.model.layers import mixers
 from penstock.services.trainer.model.policy import Policy, load_model, load_trunk
-from penstock.services.trainer.self_test import reached_weights, self_test, unmodified_model
+from penstock.services.trainer.self_test import random_rows, reached_weights, self_test, unmodified_model
 from penstock.shared.errors import SettingsError
 from penstock.shared.model.causal_model import ordinary_ids
 from penstock.shared.settings import PolicySettings
@@ -229,7 +229,11 @@ def test_weights_are_looked_for_in_two_passes_however_many_there_are(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     policy = opened(folders["qwen3"])
-    rows, passes, reached = self_test.draw(policy.model, torch.device("cpu"), 0), list[int](), reached_weights._reached
+    rows, passes, reached = (
+        random_rows.draw(policy.model, torch.device("cpu"), 0),
+        list[int](),
+        reached_weights._reached,
+    )
 
     def counted(policy: Policy | Critic, rows: Sequence[PackedRow]) -> set[int]:
         passes.append(len(rows))
@@ -314,12 +318,12 @@ def test_tokens_are_ordinary_and_cross_short_windows() -> None:
     model.config = config
     ids = ordinary_ids(config)
     assert not {7, 8, 9, 262} & set(ids.tolist())
-    rows = self_test.draw(model, torch.device("cpu"), 0)
+    rows = random_rows.draw(model, torch.device("cpu"), 0)
     assert len(rows[0].prompt_token_ids) == 140
     config.text_config.sliding_window = 150
-    assert len(self_test.draw(model, torch.device("cpu"), 0)[0].prompt_token_ids) == 158
+    assert len(random_rows.draw(model, torch.device("cpu"), 0)[0].prompt_token_ids) == 158
     config.text_config.sliding_window = 4096
-    assert len(self_test.draw(model, torch.device("cpu"), 0)[0].prompt_token_ids) == 140
+    assert len(random_rows.draw(model, torch.device("cpu"), 0)[0].prompt_token_ids) == 140
     config.text_config.max_position_embeddings = 32
-    short = self_test.draw(model, torch.device("cpu"), 0)
+    short = random_rows.draw(model, torch.device("cpu"), 0)
     assert max(len(row.prompt_token_ids) + len(sample.token_ids) for row in short for sample in row.samples) == 32
