@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,11 +13,11 @@ from penstock.services.trainer.batch.packing import PackedRow, micro_batch
 from penstock.services.trainer.batch.staleness import find_contexts, token_lags, trained_tokens
 from penstock.shared.bus.encoding import wire
 from penstock.shared.bus.messages import Experience, Float32Array, Int32Array, PolicyVersion, Sample, StepPlan
-from tests.support import builders, tiny
+from tests.support import builders, teaching, tiny
 from tests.support import trees as branching
 from tests.support.tolerance import FORWARD, GRADIENT
 from tests.trainer.algorithm.test_masked_tokens import FLAT
-from tests.trainer.algorithm.test_update import Rank, batch, policy, settings, timeless
+from tests.trainer.algorithm.test_update import Rank, batch, demonstrated, policy, settings, timeless
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -84,6 +86,38 @@ def test_a_step_on_given_and_sampled_tokens_is_that_on_prompts_and_completions(p
     for name in ("loss", "grad_norm", "entropy_mean", "kl_mean"):
         if name in measured:
             assert other[name] == pytest.approx(measured[name], abs=FORWARD, rel=10 * GRADIENT), name
+
+
+@pytest.mark.parametrize(
+    "algorithm", [{"loss": "cross_entropy"}, {"advantage": "none", "distillation": 1.0, "distillation_top_k": 3}]
+)
+def test_demonstrations_and_distillation_learn_sampled_tokens_alone(algorithm: dict[str, Any]) -> None:
+    losses = []
+    for groups in (batch(), as_trees(batch(), 2)):
+        made = demonstrated(groups) if "loss" in algorithm else teaching.with_tops(groups, 5, 3)
+        rank = Rank(settings(**algorithm))
+        held_out = rank.learner.figures_of(made) if "loss" in algorithm else {}
+        measured = rank.learn(made)
+        losses.append([measured["loss"], measured["grad_norm"], *held_out.values()])
+    assert losses[1] == pytest.approx(losses[0], abs=FORWARD, rel=10 * GRADIENT)
+
+
+def test_a_preference_between_trajectories_is_that_of_their_sampled_tokens() -> None:
+    groups, margins, beta = list[Experience](), list[float](), 0.3
+    for each in episodes():
+        kept = dataclasses.replace(each.group, samples=each.group.samples[:2])
+        row = PackedRow(kept.prompt_token_ids, kept.samples, (0, 1))
+        reference = np.full(sum(len(sample.token_ids) for sample in kept.samples), -7.0, np.float32)
+        is_sampled = np.concatenate([sample.sampled for sample in kept.samples])
+        mine, reference[is_sampled] = (branching.branch_logprobs(tiny.model(seed), [row]).detach() for seed in (0, 1))
+        gains = mine.numpy() - reference[is_sampled]
+        first = kept.samples[0].sampled_tokens
+        margins.append(beta * float(gains[:first].sum() - gains[first:].sum()))
+        rewards = np.array([1.0, 0.0], np.float32)
+        groups.append(Experience(kept, rewards, each.scores[:2], 4.0, 0.1, reference_logprobs=reference))
+    assert min(margins) < 0 < max(margins)
+    measured = Rank(settings(preset="dpo", dpo_beta=beta, reference="reward")).learn(groups)
+    assert measured["loss"] == pytest.approx(np.mean([math.log1p(math.exp(-each)) for each in margins]), abs=FORWARD)
 
 
 def test_trees_in_more_forward_passes_and_in_replays_train_the_same_tokens() -> None:
