@@ -190,9 +190,12 @@ class Episode:
         )
 
     def _transcript(self) -> bytes:
+        """Return what ``penstock.shared.bus.transcripts`` reads."""
+        rows = self._tree.rows()
         turns = [
             {
                 "after": None if turn.parent is None else turn.parent.number,
+                "segment": rows[id(turn.segment)],
                 "messages": [_shown(message) for message in (*turn.before, turn.answer)],
                 "tokens": len(answer.drawn.token_ids),
                 "seconds": round(seconds, 3),

@@ -146,6 +146,10 @@ class Tree:
             support_ids=np.concatenate([part.support_ids for part in parts]) if restricted else no_ids(),
         )
 
+    def rows(self) -> dict[int, int]:
+        """Return the row in ``segments`` of each sampled segment, by its identity."""
+        return {id(segment): row for row, (segment, _) in enumerate(_rows(self._root)) if segment.drawn is not None}
+
 
 def _deepest(at: Segment, token_ids: Int32Array) -> tuple[int, Segment, int]:
     """Return how many of ``token_ids`` are below ``at``, the segment of the last one, and its place there."""

@@ -6,8 +6,10 @@ The reference's travel with the group (``Experience.reference_logprobs``), so no
 import asyncio
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from penstock.services.reward.models.batcher import Batcher, NoRoom
-from penstock.services.reward.models.reading import Reading, check, join, require_one_branch
+from penstock.services.reward.models.reading import Reading, join, spans
 from penstock.services.reward.models.turns import Turns
 from penstock.services.reward.scorers.reward_model import require_libraries
 from penstock.shared.bus.messages import RolloutGroup
@@ -61,27 +63,26 @@ class Reference:
 
         Raises:
             TemporaryError: no memory for them now, or the model gave none.
-            PermanentError: the model does not know a token, or an episode has several branches.
+            PermanentError: the model does not know a token.
         """
         from penstock.services.reward.models.frozen_policy import TokenSequence
 
         assert self._batcher is not None
         assert self._policy is not None
-        require_one_branch(self.name, group)
-        largest = max(int(group.prompt_token_ids.max()), *(int(sample.token_ids.max()) for sample in group.samples))
+        largest = int(np.concatenate([group.prompt_token_ids, *(sample.token_ids for sample in group.samples)]).max())
         if largest >= self._policy.vocabulary:
             raise PermanentError(
                 f"expected token ids below {self._policy.vocabulary}, found {largest} in {group.prompt.problem}: change "
                 f"{self._where}"
             )
-        temperature = group.prompt.sampling.temperature
-        sequences = [TokenSequence(group.prompt_token_ids, sample.token_ids, temperature) for sample in group.samples]
+        parts, temperature = spans(group), group.prompt.sampling.temperature
+        sequences = [TokenSequence(part.prompt_token_ids, part.token_ids, temperature) for part in parts]
         try:
             with self._turns.waiting(group):
                 readings = await self._batcher.run(sequences)
         except NoRoom as error:
             raise TemporaryError(f"{self.name} unavailable: {error}") from error
-        return check(join(readings), self.name, group, self._top_k)
+        return join(parts, readings, self.name, group, self._top_k)
 
 
 def _open(settings: Settings, model: str, where: str, top_k: int, words: int) -> "FrozenPolicy":

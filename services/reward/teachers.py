@@ -3,7 +3,7 @@
 ::
 
     group ──▶ its teachers ──┬── in this service ──▶ Reference: the model's own batches
-                             └── at a url ──▶ POST /v1/completions with prompt_logprobs, a request per sample
+                             └── at a url ──▶ POST /v1/completions with prompt_logprobs, a request per branch
           ──▶ log of the mean probability over its teachers ──▶ Sample.teacher_logprobs
               and of one teacher, with algorithm.distillation_top_k, its most probable tokens ──▶ Sample.teacher_top_*
 
@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from penstock.services.reward.endpoint import Endpoint, NoAnswer, Refused
-from penstock.services.reward.models.reading import Reading, check, join, require_one_branch
+from penstock.services.reward.models.reading import Reading, join, spans
 from penstock.services.reward.models.turns import Turns
 from penstock.services.reward.reference import Reference
 from penstock.shared.bus.messages import RolloutGroup
@@ -92,14 +92,14 @@ class EndpointTeacher:
         Raises:
             TemporaryError: the endpoint cannot work now.
         """
-        require_one_branch(self.name, group)
-        prompt = group.prompt_token_ids.tolist()
+        parts = spans(group)
+        asked = [(part.prompt_token_ids.tolist(), part.token_ids.tolist()) for part in parts]
         try:
             await self._compare()
-            parts = await asyncio.gather(*(self._ask(prompt, each.token_ids.tolist()) for each in group.samples))
+            readings = await asyncio.gather(*(self._ask(*each) for each in asked))
         except (TemporaryError, SettingsError) as error:
             raise TemporaryError(f"{self.name} unavailable: {error} ({group.prompt.problem})") from error
-        reading = check(join(parts), self.name, group, self._top_k)
+        reading = join(parts, readings, self.name, group, self._top_k)
         if reading.top_ids_NK is not None and (largest := int(reading.top_ids_NK.max())) >= self._words:
             raise TemporaryError(
                 f"{self.name} unavailable: expected most probable tokens below {self._words}, the policy's vocabulary, found {largest} "

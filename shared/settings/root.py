@@ -456,7 +456,6 @@ def _check_episodes(settings: Settings) -> None:
     beside = {
         'run.deterministic = "run"': settings.run.deterministic == "run",
         "demonstrations or preference pairs as data.path": not settings.kind.generates,
-        "[[reward.teachers]]": bool(settings.reward.teachers),
     }
     rewarded = [scorer.name for scorer in settings.reward.scorers if scorer.kind == "environment"]
     settings.episodes.check_beside([name for name, is_set in beside.items() if is_set], rewarded)

@@ -15,6 +15,7 @@ from penstock.services.episodes.answers import AnswerParser
 from penstock.services.episodes.episode import Answer, Episode, EpisodeOver, Limits
 from penstock.services.episodes.messages import Message, call
 from penstock.services.episodes.renderer import Renderer
+from penstock.shared.bus import transcripts
 from penstock.shared.bus.encoding import wire
 from penstock.shared.bus.messages import Ended, FinishReason, Int32Array, RolloutGroup, Sampling
 from penstock.shared.peers.turns import DrawnTurn
@@ -155,6 +156,11 @@ def test_each_sampled_token_is_trained_once_as_it_was_drawn_after_what_it_saw(
     )
     read = wire.decode(wire.encode(group), RolloutGroup)
     assert read.samples[0].segments.tolist() == sample.segments.tolist()
+    conversation = transcripts.read(read.samples[0])
+    assert conversation is not None
+    assert len(conversation.turns) == len(policy.draws)
+    assert conversation.completion[-1]["content"] == sample.text
+    assert [message["role"] for message in conversation.prompt][-1] != "assistant"
 
 
 def columns_of(sample: Any, row: int) -> tuple[list[int], list[float], list[int]]:
@@ -176,7 +182,14 @@ async def test_a_tool_loop_continues_at_the_tokens_of_the_policy_itself(name: st
     for (before, drawn), (ids, _) in zip(policy.draws, policy.draws[1:], strict=False):
         assert ids[: len(before) + len(drawn.token_ids)].tolist() == [*before.tolist(), *drawn.token_ids.tolist()]
     assert policy.other_tokens >= 6, "texts must encode otherwise than they were drawn, else this proves nothing"
-    assert made.sample(None).segments[:, 1].tolist() == list(range(-1, 23))
+    sample = made.sample(None)
+    assert sample.segments[:, 1].tolist() == list(range(-1, 23))
+    conversation = transcripts.read(sample)
+    assert conversation is not None
+    assert [message["role"] for message in conversation.prompt] == ["system", "user"]
+    assert [message["role"] for message in conversation.completion] == ["assistant", "tool"] * 11 + ["assistant"]
+    (begun, _), (before, drawn) = policy.draws[0], policy.draws[-1]
+    assert conversation.token_ids.tolist() == [*before.tolist(), *drawn.token_ids.tolist()][len(begun) :]
 
 
 @pytest.mark.parametrize("name", sorted(STOP))

@@ -11,16 +11,15 @@ import torch
 
 from penstock.services.reward.models import frozen_policy
 from penstock.services.reward.models.frozen_policy import FrozenPolicy, TokenSequence
-from penstock.services.reward.models.reading import require_one_branch
 from penstock.services.reward.service import make_scoring
 from penstock.services.trainer.batch.packing import PackedRow, micro_batch
 from penstock.services.trainer.model.policy import Policy, load_reference
 from penstock.shared.bus.encoding import wire
 from penstock.shared.bus.messages import Experience, Prompt, Purpose, RolloutGroup
-from penstock.shared.errors import PermanentError, SettingsError, TemporaryError
+from penstock.shared.errors import SettingsError, TemporaryError
 from penstock.shared.process.telemetry import Status
 from penstock.shared.settings import Settings, load
-from tests.support import builders, tiny
+from tests.support import builders, tiny, trees
 from tests.support.tolerance import FORWARD
 
 TEMPERATURE = 0.7
@@ -148,9 +147,27 @@ def test_a_reference_that_costs_nothing_in_the_trainer_is_not_held_in_the_reward
         load(file, environment={})
 
 
-def test_an_episode_of_several_branches_is_refused_with_what_to_change() -> None:
-    tree = builders.tree()
-    line = dataclasses.replace(tree, segments=tree.segments[:4])
-    require_one_branch("reference", dataclasses.replace(builders.group(0), samples=(line, builders.sample())))
-    with pytest.raises(PermanentError, match=r'several branches.*algorithm\.reference = "trainer"'):
-        require_one_branch("reference", dataclasses.replace(builders.group(0), samples=(tree, line)))
+def episodes(seed: int, prompt: int, temperature: float = TEMPERATURE) -> RolloutGroup:
+    """Return a group of trees, with a plain completion if it has a prompt."""
+    row, made = trees.group(seed, 40, prompt), builders.group(seed, tuple("abcd"))
+    sampling = dataclasses.replace(made.prompt.sampling, temperature=temperature)
+    prompt_of = dataclasses.replace(made.prompt, sampling=sampling)
+    return dataclasses.replace(made, prompt=prompt_of, prompt_token_ids=row.prompt_token_ids, samples=row.samples)
+
+
+def at_sampled(group: RolloutGroup, logprobs: Any) -> Any:
+    return logprobs[np.concatenate([sample.sampled for sample in group.samples])]
+
+
+async def test_of_trees_every_branch_is_read_as_the_trainer_reads_it(tmp_path: Path) -> None:
+    of = settings(tiny.save(tmp_path), batch_tokens=64)
+    reference = load_reference(of.policy, torch.float32, "cpu")
+    scoring = make_scoring(of, Status())
+    await scoring.start()
+    try:
+        for made in (episodes(0, 4), episodes(1, 0), episodes(2, 11)):
+            sent = wire.decode(wire.encode(await scoring(made)), Experience).reference_logprobs
+            assert sent is not None
+            np.testing.assert_allclose(at_sampled(made, sent), trainers_own(reference, made), atol=FORWARD)
+    finally:
+        await scoring.close()

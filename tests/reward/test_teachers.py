@@ -17,7 +17,7 @@ from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
 from penstock.services.reward import endpoint as endpoints
 from penstock.services.reward.models import frozen_policy
-from penstock.services.reward.models.reading import Reading, check
+from penstock.services.reward.models.reading import Reading, join, spans
 from penstock.services.reward.service import make_scoring
 from penstock.services.reward.teachers import EndpointTeacher, taught
 from penstock.services.trainer.model.policy import load_reference
@@ -29,7 +29,7 @@ from penstock.shared.process.telemetry import Status
 from penstock.shared.settings import Settings
 from tests.conftest import free_port, until
 from tests.reward.scorers.test_judge import Endpoint, Reply, sequence, serving
-from tests.reward.test_reference import TEMPERATURE, group, trainers_own
+from tests.reward.test_reference import TEMPERATURE, at_sampled, episodes, group, trainers_own
 from tests.support import builders, forge, tiny
 from tests.support.tolerance import FORWARD
 
@@ -74,10 +74,10 @@ def whole(experience: Experience) -> Any:
 async def test_the_policy_as_its_own_teacher_gives_the_logprobs_of_the_trainer(tmp_path: Path) -> None:
     of = settings(tiny.save(tmp_path), {"name": "own", "model": str(tmp_path)})
     policy = load_reference(of.policy, torch.float32, "cpu")
-    groups = [group(0, 4), group(1, 1), group(2, 11)]
+    groups = [group(0, 4), group(1, 1), group(2, 11), episodes(3, 4), episodes(4, 0)]
     for experience, made in zip(await taught_by(of, *groups), groups, strict=True):
         assert whole(experience).dtype == np.float32
-        np.testing.assert_allclose(whole(experience), trainers_own(policy, made), atol=FORWARD)
+        np.testing.assert_allclose(at_sampled(made, whole(experience)), trainers_own(policy, made), atol=FORWARD)
         assert experience.reference_logprobs is None
 
 
@@ -172,9 +172,25 @@ def test_a_reading_of_other_tokens_or_of_no_distribution_names_its_teacher_and_r
 ) -> None:
     made = builders.group(0, ("46",))
     with pytest.raises(TemporaryError, match=rf"far unavailable: expected {reason}.*\(train.jsonl:1\)"):
-        check(reading, "far", made, 2)
-    good = Reading(np.zeros(3, np.float32), *ROWS)
-    assert check(good, "far", made, 2) is good
+        join(spans(made), [reading], "far", made, 2)
+    good = join(spans(made), [Reading(np.full(3, -1.0, np.float32), *ROWS)], "far", made, 2)
+    assert good.top_ids_NK is not None
+    assert good.top_logprobs_NK is not None
+    parts = good.logprobs_N, good.top_ids_NK, good.top_logprobs_NK
+    assert all(map(np.array_equal, parts, (np.full(3, -1.0), *ROWS)))
+
+
+def test_each_sampled_token_of_a_tree_is_read_once_after_its_own_branch() -> None:
+    made = dataclasses.replace(builders.group(0, ("46",)), samples=(builders.tree(),))  # ids 0 … 9 after 5 6 7
+    first, second = parts = spans(made)
+    assert (first.prompt_token_ids.tolist(), first.token_ids.tolist()) == ([5, 6, 7, 0, 1, 2], [3, 4, 5, 6, 7])
+    assert (second.prompt_token_ids.tolist(), second.token_ids.tolist()) == ([5, 6, 7, 0, 1, 2], [8, 9])
+    tops = [(np.full((n, 2), (n, n + 1), np.int32), np.full((n, 2), -n, np.float32)) for n in (5, 2)]
+    readings = [Reading(np.full(n, -n, np.float32), *top) for n, top in zip((5, 2), tops, strict=True)]
+    reading = join(parts, readings, "far", made, 2)
+    assert reading.logprobs_N.tolist() == [0, 0, 0, -5, -5, -5, -5, -5, -2, -2]
+    assert reading.top_ids_NK is not None
+    assert reading.top_ids_NK[:, 0].tolist() == [0, 0, 0, 5, 5, 5, 5, 5, 2, 2]
 
 
 async def test_a_row_names_its_teachers_and_several_are_the_mean_of_their_probabilities(tmp_path: Path) -> None:
@@ -489,12 +505,14 @@ async def test_the_policy_behind_a_vllm_server_gives_the_logprobs_of_the_trainer
             await until(healthy, timeout_s=1000)
         plain = group(0, 5)
         made = of_problem(plain, sampling=dataclasses.replace(plain.prompt.sampling, temperature=1.0))
-        (experience,) = await taught_by(of, made)
+        tree = of_problem(episodes(3, 4, 1.0))
+        experience, of_tree = await taught_by(of, made, tree)
         async with asked(with_top_k(of, 21)) as teacher:
             with pytest.raises(SettingsError, match="start it with --max-logprobs 21, or lower algorithm"):
                 await teacher.start()
     policy = load_reference(of.policy, torch.float32, "cpu")
     np.testing.assert_allclose(whole(experience), trainers_own(policy, made, 1.0), atol=VLLM)
+    np.testing.assert_allclose(at_sampled(tree, whole(of_tree)), trainers_own(policy, tree, 1.0), atol=VLLM)
     here = settings(
         folder,
         {"name": "far", "model": str(folder)},

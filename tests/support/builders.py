@@ -1,6 +1,7 @@
 """Small, whole messages for tests."""
 
 import dataclasses
+import json
 
 import numpy as np
 
@@ -58,6 +59,30 @@ def tree(version: int = 0) -> Sample:
         environment_reward=0.5,
         turn_rewards=np.array([0.0, 1.0, 0.5], dtype=np.float32),
     )
+
+
+def episode() -> Sample:
+    """A tool call, its result and the answer, as the service of episodes has them."""
+    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": {"a": 12, "b": 34}}}
+    turns = [
+        {
+            "after": None,
+            "segment": 1,
+            "messages": [
+                {"role": "tools", "content": "[]"},
+                {"role": "user", "content": "12+34="},
+                {"role": "assistant", "tool_calls": [call]},
+            ],
+        },
+        {
+            "after": 0,
+            "segment": 3,
+            "messages": [{"role": "tool", "content": "46", "name": "add"}, {"role": "assistant", "content": "46"}],
+        },
+    ]
+    of = tree()
+    line = dataclasses.replace(of, segments=of.segments[:4], turn_rewards=of.turn_rewards[:0])
+    return dataclasses.replace(line, transcript=json.dumps({"turns": turns}).encode())
 
 
 def group(group_id: int = 0, texts: tuple[str, ...] = ("46", "47"), version: int = 0) -> RolloutGroup:

@@ -26,7 +26,7 @@ from torch import Tensor
 from penstock.services.trainer.batch.packing import MicroBatch, PackedRow, micro_batch
 from penstock.services.trainer.model.policy import Policy, load_model
 from penstock.services.trainer.model.trunk import Packing
-from penstock.services.trainer.self_test import reached_weights, self_test
+from penstock.services.trainer.self_test import random_rows, reached_weights, self_test
 from penstock.shared.bus.messages import FinishReason, Sample
 from penstock.shared.errors import SettingsError
 from penstock.shared.settings import PolicySettings
@@ -155,10 +155,10 @@ def compare(policy: Policy, model: Any, rows: Sequence[PackedRow]) -> Gap:
     logprobs = policy(batch).policy_logprobs_N
     weights = torch.randn(requested.shape, generator=torch.Generator().manual_seed(1))
     difference = float((logprobs.detach() - requested.detach()).abs().max())
-    return Gap(difference, _gradient_gap(policy.model, logprobs @ weights, model, requested @ weights))
+    return Gap(difference, gradient_gap(policy.model, logprobs @ weights, model, requested @ weights))
 
 
-def _gradient_gap(trained: Any, loss: Tensor, model: Any, wanted_loss: Tensor) -> float:
+def gradient_gap(trained: Any, loss: Tensor, model: Any, wanted_loss: Tensor) -> float:
     for left, its_loss in ((trained, loss), (model, wanted_loss)):
         left.zero_grad(set_to_none=True)
         its_loss.backward()
@@ -175,7 +175,7 @@ def _gradient_gap(trained: Any, loss: Tensor, model: Any, wanted_loss: Tensor) -
 
 
 def check(name: str) -> Verdict:
-    with tempfile.TemporaryDirectory() as folder, _quiet():
+    with tempfile.TemporaryDirectory() as folder, quiet():
         try:
             save(name, Path(folder))
             model = reference(Path(folder))
@@ -196,7 +196,7 @@ def check(name: str) -> Verdict:
 
 def _is_for_one_rank(policy: Policy) -> bool:
     try:
-        reached_weights.check(policy, self_test.draw(policy.model, torch.device("cpu"), 0), "policy.model")
+        reached_weights.check(policy, random_rows.draw(policy.model, torch.device("cpu"), 0), "policy.model")
     except SettingsError:
         return True
     return False
@@ -221,7 +221,7 @@ def _said(error: Exception) -> str:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     from transformers.utils import logging
 
     before = logging.get_verbosity()

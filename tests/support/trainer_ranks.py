@@ -8,7 +8,7 @@ import json
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -39,7 +39,7 @@ from penstock.shared.files import durable
 from penstock.shared.settings import Settings
 from tests.support import teaching, tiny, tiny_hybrids, tolerance
 from tests.support.packed import rows
-from tests.trainer.algorithm import test_update
+from tests.trainer.algorithm import test_tree_steps, test_update
 
 LORA = {"rank": 4}
 KL = {"coefficient": 0.1}
@@ -74,6 +74,7 @@ HYBRID: dict[str, Any] = {
     "trainer": {"deepspeed": {"zero_optimization": {"stage3_param_persistence_threshold": 0}}},
 }
 CAP = 24
+Batch = Callable[..., list[Experience]]
 
 
 def settings(zero_stage: int, ranks: int, folder: Path = Path("runs"), **tables: Any) -> Settings:
@@ -94,9 +95,16 @@ def settings(zero_stage: int, ranks: int, folder: Path = Path("runs"), **tables:
     )  # fmt: skip
 
 
+def episodes(tables: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return ``tables`` with forward passes that hold a tree."""
+    tables = tables or {}
+    return {**tables, "trainer": {**tables.get("trainer", {}), "micro_batch_tokens": 120}}
+
+
 class Rank:
-    def __init__(self, of: Settings) -> None:
+    def __init__(self, of: Settings, batch: Batch = test_update.batch) -> None:
         torch.manual_seed(0)
+        self._batch = batch
         make = tiny_hybrids.HYBRIDS.get(of.policy.model, tiny.model)
         model = adapter.add(make().requires_grad_(True), of.policy)
         self._top_k = of.algorithm.distillation_top_k
@@ -119,7 +127,7 @@ class Rank:
         return AdapterOff(self.engine) if of.policy.lora.rank else Policy(tiny.model(0)).eval()
 
     def learn(self, step: int, longer: int = 0, plan: StepPlan | None = None) -> dict[str, float]:
-        data = test_update.batch(longer=longer)
+        data = self._batch(longer=longer)
         if self._top_k:
             data = teaching.with_tops(data, 5, self._top_k)
         return self._learner.learn(data, test_update.lags(data), step, repeated=plan)
@@ -135,9 +143,9 @@ class Rank:
         return {name: tensor.clone() for name, tensor in self.engine.tensors()}
 
 
-def two_steps(of: Settings, longer: int = 0) -> dict[str, Any]:
+def two_steps(of: Settings, longer: int = 0, batch: Batch = test_update.batch) -> dict[str, Any]:
     """Measurements of two steps, and the weights after them."""
-    rank = Rank(of)
+    rank = Rank(of, batch)
     return {"measured": [rank.learn(1, longer), rank.learn(2, longer)], "weights": rank.weights()}
 
 
@@ -171,9 +179,9 @@ def resumed(of: Settings, folder: Path) -> dict[str, Any]:
     return {"one": [before.learn(2), before.weights()], "other": [after.learn(2), after.weights()]}
 
 
-def without_memory(of: Settings, most_tokens: int) -> dict[str, Any]:
+def without_memory(of: Settings, most_tokens: int, batch: Batch = test_update.batch) -> dict[str, Any]:
     """A step in which rank 1 fails above ``most_tokens`` tokens, and rank 0 always; and its replay with memory."""
-    rank, replayed, forward = Rank(of), Rank(of), Policy.forward
+    rank, replayed, forward = Rank(of, batch), Rank(of, batch), Policy.forward
 
     def tight(self: Policy, actual: Any) -> Any:
         if dist.get_rank() == 1 and torch.is_grad_enabled() and actual.tokens > most_tokens:
@@ -330,9 +338,15 @@ def _found(folder: Path) -> dict[str, Any]:
         spans, FORK_TOKENS=1, CHUNK_TOKENS=1, _SLACK_TOKENS=0
     ):  # ranks call mixers unequally often
         actual["hybrid"] = two_steps(settings(3, 2, **HYBRID), LONGER)
+        actual["hybrid episodes"] = two_steps(settings(3, 2, **episodes(HYBRID)), LONGER, test_tree_steps.episodes)
     for name, algorithm in {"sequences": {}, "sequences-dpo": ALGORITHMS["dpo"]}.items():
         one_by_one = {**CHUNKED, "packing": "sequences"}
         actual[name] = two_steps(settings(3, 2, trainer=one_by_one, algorithm=algorithm), LONGER)
+    for stage, tables in ((1, {}), (3, {"trainer": CHUNKED})):
+        actual[f"episodes-{stage}"] = two_steps(
+            settings(stage, 2, **episodes(tables)), LONGER, test_tree_steps.episodes
+        )
+    actual["episodes split"] = without_memory(settings(2, 2, **episodes()), 60, test_tree_steps.episodes)
     actual["split"] = without_memory(settings(2, 2), 11)
     actual["left out"] = without_memory(settings(2, 2), 7)
     for stage in (2, 3):

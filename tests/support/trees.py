@@ -1,14 +1,23 @@
 """Random groups of trees, and their branches one by one."""
 
-from collections.abc import Iterator
+import contextlib
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.services.trainer.batch.packing import PackedRow
+from penstock.services.trainer.batch.packing import PackedRow, micro_batch
+from penstock.services.trainer.model.policy import Policy
+from penstock.services.trainer.model.trunk import Packing
 from penstock.shared.bus.messages import FinishReason, Int32Array, Sample
+from penstock.shared.model.rope import settle_rope
+from tests.support import model_zoo
+from tests.support.model_configurations import VOCABULARY
 
 
 def tree(
@@ -96,3 +105,59 @@ def trie_tokens(row: PackedRow) -> int:
         last = max((n for n, place in enumerate(places) if place >= 0 and sampled[place]), default=0)
         needed.update(prefixes[:last])
     return len(needed)
+
+
+SHAPES = ((0, 140, 5), (1, 0, 150))
+"""Per micro-batch of 4 trees: seed, tokens of the prompt, of the opening. Longer than windows of 24, and forked (128)."""
+
+_CONTEXT = 170
+"""Tokens of the longest sequence of ``model_zoo.LONG``."""
+
+
+@contextlib.contextmanager
+def float64() -> Iterator[None]:
+    """Have models compute in float64 what they compute in float32."""
+    from transformers.models.recurrent_gemma.modeling_recurrent_gemma import RecurrentGemmaRglru
+
+    scan, single = RecurrentGemmaRglru._rnn_scan, torch.float32
+    defaults = tuple(torch.float64 if value is single else value for value in scan.__defaults__)
+    torch.set_default_dtype(torch.float64)
+    try:
+        with (
+            mock.patch.object(torch, "float32", torch.float64),
+            mock.patch.object(torch, "float", torch.float64),
+            mock.patch.object(Tensor, "float", Tensor.double),
+            mock.patch.object(scan, "__defaults__", defaults),
+        ):
+            yield
+    finally:
+        torch.set_default_dtype(single)
+
+
+def compare(
+    name: str, packing: Packing = "rows", shapes: Iterable[tuple[int, int, int]] = SHAPES
+) -> list[model_zoo.Gap]:
+    """Return how far micro-batches of trees of a configuration of the zoo are from their branches, in float64."""
+    with tempfile.TemporaryDirectory() as folder, model_zoo.quiet():
+        model_zoo.save(name, Path(folder))
+        model = model_zoo.reference(Path(folder))
+        policy = model_zoo.open_policy(Path(folder), model_zoo.groups(model_zoo.LONG), packing).eval()
+    settle_rope(model, _CONTEXT)  # fixed per run, by its longest sequence
+    for of in (model, policy.model):
+        of.double()
+        if hasattr(of, "set_experts_implementation"):
+            of.set_experts_implementation("eager")  # grouped products know no float64
+    with float64():
+        return [_gap(policy, model, *shape) for shape in shapes]
+
+
+def _gap(policy: Policy, model: Any, seed: int, prompt: int, opening: int) -> model_zoo.Gap:
+    of = VOCABULARY
+    rows = [group(seed, of, prompt, opening=opening), group(seed + 1000, of, 2, samples=1)]
+    batch = micro_batch(rows)
+    if policy.trunk.packing == "rows" and batch.tokens != sum(map(trie_tokens, rows)):
+        raise AssertionError(f"expected {sum(map(trie_tokens, rows))} computed tokens, found {batch.tokens}")
+    mine, theirs = policy(batch).policy_logprobs_N, branch_logprobs(model, rows)
+    weights_N = torch.randn(len(mine), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    apart = float((mine - theirs).detach().abs().max())
+    return model_zoo.Gap(apart, model_zoo.gradient_gap(policy.model, mine @ weights_N, model, theirs @ weights_N))

@@ -4,7 +4,7 @@ import asyncio
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 
@@ -49,3 +49,11 @@ def scaled(factor: float) -> Callable[..., list[float]]:
         return [factor * len(text) for text in completions]
 
     return scale
+
+
+def of_environments(environments: Sequence[Any], **_: Any) -> list[float]:
+    return [environment.reward for environment in environments]
+
+
+def of_optional_environments(completions: Sequence[str], environments: object = None, **_: Any) -> list[float]:
+    return [float(environments is None) for _ in completions]

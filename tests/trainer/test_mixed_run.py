@@ -1,6 +1,7 @@
 """A run of the example on problems and demonstrations: each is trained once, whatever is killed, and after a resume.
 
-So is one of which a teacher's most probable tokens are learned too: of its problems only.
+So is one of which a teacher's most probable tokens are learned too: of its problems only. And a run of episodes beside a
+teacher.
 """
 
 import asyncio
@@ -13,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from examples.guess import make
 from penstock.services.coordinator.service import load_data, order_of
 from penstock.shared.bus.stores.policy.ledger import Ledger, RunState
 from penstock.shared.bus.streams import AUDIT
@@ -79,6 +82,27 @@ async def test_problems_and_demonstrations_are_each_trained_once_through_kills_a
             return
         assert distances[0] == pytest.approx(0.0, abs=1e-4), "the first step's policy is its teacher"
         assert all(distance is not None and distance > 0 for distance in distances[1:])
+
+
+@pytest.mark.slow
+async def test_episodes_are_learned_beside_a_teacher_and_a_reference_in_the_reward_service(tmp_path: Path) -> None:
+    policy = tmp_path / "policy"
+    torch.manual_seed(0)
+    tokenizer = make.build_tokenizer()
+    make.build_policy(tokenizer).save_pretrained(policy)
+    tokenizer.save_pretrained(policy)
+    (tmp_path / "train.jsonl").write_text("".join(f'{{"prompt": "?", "secret": {n}}}\n' for n in make.NUMBERS))
+    flags = {
+        "policy.model": policy, "data.path": tmp_path / "train.jsonl", "run.folder": tmp_path, "run.id": "taught",
+        "run.steps": 3, "trainer.warmup_steps": 0, "algorithm.groups_per_step": 4, "sampling.group_size": 4,
+        "algorithm.kl.coefficient": 0.05, "algorithm.reference": "reward",
+        **TAUGHT, "reward.teachers": f'[{{ name = "first", model = "{policy}" }}]',
+    }  # fmt: skip
+    words = [f"--{name}={value}" for name, value in flags.items()]
+    await forge.up(["examples/guess/run.toml", *words], tmp_path / "output.txt")
+    first, *later = ((step["distillation_loss"], step["reference_kl"]) for step in _steps(tmp_path / "taught"))
+    assert first == pytest.approx((0.0, 0.0), abs=1e-4), "the first step's policy is its teacher, and its reference"
+    assert min(min(step) for step in later) > 1e-3
 
 
 async def _audit(run: Run, steps: int) -> None:

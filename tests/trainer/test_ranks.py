@@ -10,6 +10,7 @@ import torch
 
 from tests.support import forge, tiny, tiny_hybrids, trainer_ranks
 from tests.support.tolerance import FORWARD, GRADIENT, MOVEMENT, moved_apart, smooth_adam
+from tests.trainer.algorithm import test_tree_steps, test_update
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200), pytest.mark.usefixtures("one_rank")]
 
@@ -29,11 +30,11 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return results
 
 
-def on_one_rank(longer: int = 0, **tables: Any) -> dict[str, Any]:
+def on_one_rank(longer: int = 0, batch: trainer_ranks.Batch = test_update.batch, **tables: Any) -> dict[str, Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with smooth_adam():
-            return trainer_ranks.two_steps(trainer_ranks.settings(0, 1, **tables), longer)
+            return trainer_ranks.two_steps(trainer_ranks.settings(0, 1, **tables), longer, batch)
 
 
 def assert_same(actual: dict[str, Any], expected: dict[str, Any], make: Callable[[], Any] = tiny.model) -> None:
@@ -49,6 +50,21 @@ def assert_same(actual: dict[str, Any], expected: dict[str, Any], make: Callable
 @pytest.mark.parametrize("zero_stage", [1, 3])
 def test_two_ranks_make_the_steps_of_one(two: dict[str, Any], zero_stage: int) -> None:
     assert_same(two[f"zero-{zero_stage}"], on_one_rank())
+
+
+@pytest.mark.parametrize(
+    ("name", "tables", "make"),
+    [
+        ("episodes-1", {}, tiny.model),
+        ("episodes-3", {}, tiny.model),
+        ("hybrid episodes", trainer_ranks.HYBRID, tiny_hybrids.HYBRIDS[trainer_ranks.HYBRID["model"]]),
+    ],
+)
+def test_two_ranks_make_the_steps_of_one_on_trees(
+    two: dict[str, Any], name: str, tables: dict[str, Any], make: Callable[[], Any]
+) -> None:
+    expected = on_one_rank(trainer_ranks.LONGER, test_tree_steps.episodes, **trainer_ranks.episodes(tables))
+    assert_same(two[name], expected, make)
 
 
 @pytest.mark.parametrize("zero_stage", [1, 3])
@@ -143,7 +159,15 @@ def test_samples_that_do_not_fit_on_one_rank_are_left_out_and_all_ranks_know_how
     assert 0.0 < measured["grad_norm"] < float("inf")
 
 
-@pytest.mark.parametrize("scene", ["split", "left out"])
+def test_a_micro_batch_of_trees_is_cut_where_memory_lacks_and_the_step_is_the_same(two: dict[str, Any]) -> None:
+    measured = two["episodes split"]["measured"]
+    expected = on_one_rank(batch=test_tree_steps.episodes, **trainer_ranks.episodes())["measured"][0]
+    assert (measured["micro_batch_splits"] > 0.0, measured["dropped_out_of_memory"]) == (True, 0.0)
+    assert measured["loss"] == pytest.approx(expected["loss"], abs=FORWARD)
+    assert measured["grad_norm"] == pytest.approx(expected["grad_norm"], rel=GRADIENT)
+
+
+@pytest.mark.parametrize("scene", ["split", "left out", "episodes split"])
 def test_a_replay_of_a_step_that_lacked_memory_on_one_rank_has_the_same_weights_to_the_bit(
     two: dict[str, Any], scene: str
 ) -> None:

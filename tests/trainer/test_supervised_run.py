@@ -4,7 +4,9 @@ import asyncio
 import functools
 import json
 import math
+import shutil
 import signal
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -20,25 +22,35 @@ pytestmark = pytest.mark.timeout(900)
 
 GROUPS = 32
 LEAST_STEPS, EVALUATED_EVERY = 30, 10
+TEMPLATE = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+Problem = Mapping[str, str]
 
 
 @pytest.mark.slow
-async def test_demonstrations_are_trained_once_whatever_is_killed_and_rl_begins_with_the_result(tmp_path: Path) -> None:
-    run, steps = await _through_kills(tmp_path, {"data.completion_field": "answer"})
+@pytest.mark.parametrize("turns", [1, 2])
+async def test_demonstrations_are_trained_once_whatever_is_killed_and_rl_begins_with_the_result(
+    tmp_path: Path, turns: int
+) -> None:
+    """In two turns, half of the tokens after the prompt are given, and no policy foretells them."""
+    flags: dict[str, object] = (
+        {"data.completion_field": "answer"} if turns == 1 else _in_turns(tmp_path, _demonstration)
+    )
+    run, steps = await _through_kills(tmp_path, flags)
     losses = {step["step"]: step["evaluation_loss"] for step in steps if "evaluation_loss" in step}
     assert list(losses) == _evaluated(steps)
     assert losses[len(steps)] <= losses[1] / 2
     assert all("reward_mean" not in step for step in steps), "demonstrations have no rewards"
-    await _reinforce(tmp_path, run)
+    if turns == 1:
+        await _reinforce(tmp_path, run)
 
 
 @pytest.mark.slow
 async def test_preference_pairs_are_trained_once_whatever_is_killed_and_held_out_ones_are_ordered(
     tmp_path: Path,
 ) -> None:
-    paths = {table: _write_pairs(tmp_path, name) for table, name in (("data", "train"), ("evaluation", "heldout"))}
+    """Of one and of two turns."""
     flags = {"data.completion_field": "chosen", "data.rejected_field": "rejected", "algorithm.dpo_beta": 0.5}
-    _, steps = await _through_kills(tmp_path, {**flags, **{f"{table}.path": path for table, path in paths.items()}})
+    _, steps = await _through_kills(tmp_path, {**flags, **_in_turns(tmp_path, _pair)})
     losses, ordered = (
         {step["step"]: step[name] for step in steps if name in step}
         for name in ("evaluation_loss", "evaluation_accuracy")
@@ -56,15 +68,34 @@ def _evaluated(steps: list[dict[str, float]]) -> list[int]:
     return [1, *range(EVALUATED_EVERY, len(steps) + 1, EVALUATED_EVERY)]
 
 
-def _write_pairs(folder: Path, name: str) -> Path:
-    """Write the example's problems, each with its answer and one that is ten off."""
-    path = folder / f"{name}.jsonl"
-    with path.open("w") as file:
-        for line in (ROOT / "examples" / "arithmetic" / path.name).read_text().splitlines():
-            row = json.loads(line)
-            wrong = str(abs(int(row["answer"]) - 10))
-            file.write(json.dumps({"prompt": row["prompt"], "chosen": row["answer"], "rejected": wrong}) + "\n")
-    return path
+def _in_turns(folder: Path, row_of: Callable[[list[Problem]], Mapping[str, object]]) -> dict[str, object]:
+    """Write the example's problems as rows of one and of two turns, and its policy with a template; return the flags."""
+    example, flags = ROOT / "examples" / "arithmetic", dict[str, object]()
+    for table, name in (("data", "train"), ("evaluation", "heldout")):
+        problems = [json.loads(line) for line in (example / f"{name}.jsonl").read_text().splitlines()]
+        rows = [row_of(problems[n : n + 1 + n % 2]) for n in range(len(problems) - 1)]
+        flags[f"{table}.path"] = folder / f"{name}.jsonl"
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    shutil.copytree(example / "policy", folder / "policy")
+    (folder / "policy" / "chat_template.jinja").write_text(TEMPLATE)
+    return {**flags, "policy.model": folder / "policy"}
+
+
+def _demonstration(problems: list[Problem]) -> dict[str, object]:
+    return {"messages": _conversation(problems, 0)}
+
+
+def _pair(problems: list[Problem]) -> dict[str, object]:
+    """The problems with their answers, and with ones that are ten off."""
+    return {"chosen": _conversation(problems, 0), "rejected": _conversation(problems, 10)}
+
+
+def _conversation(problems: list[Problem], off: int) -> list[Mapping[str, str]]:
+    return [
+        {"role": role, "content": content}
+        for problem in problems
+        for role, content in (("user", problem["prompt"]), ("assistant", str(abs(int(problem["answer"]) - off))))
+    ]
 
 
 async def _through_kills(folder: Path, flags: dict[str, object]) -> tuple[Run, list[dict[str, float]]]:

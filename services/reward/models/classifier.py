@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from penstock.services.reward.models.placement import Placed, first_line, pick_device, pick_dtype
 from penstock.services.reward.models.self_test import LENGTHS, choose_alone
 from penstock.shared.bus.messages import Float32Array, Prompt
+from penstock.shared.bus.transcripts import Conversation, Messages
 from penstock.shared.errors import PermanentError, SettingsError
 from penstock.shared.model.causal_model import check_loaded, eager_attention, ordinary_ids
 from penstock.shared.model.rendering import chat_template
@@ -77,21 +78,28 @@ class Classifier:
         half = next(self._placed.module.parameters()).dtype != torch.float32
         return choose_alone(texts, compute, reference, half=half, setting=f"model {self._where}")
 
-    def read(self, prompt: Prompt, completions: Sequence[str]) -> list[Text]:
-        """Tokenize each completion; texts that are too long lose their beginning.
+    def read(
+        self, prompt: Prompt, completions: Sequence[str], conversations: Sequence[Conversation | None] = ()
+    ) -> list[Text]:
+        """Tokenize each completion; texts that are too long lose their beginning. With a chat template, a completion that
+        ends a conversation is read with all of it.
 
         Raises:
             PermanentError: chat template or tokenizer does not fit.
         """
-        turns = [{"role": turn.role, "content": turn.content} for turn in prompt.messages or ()]
+        turns: Messages = [{"role": turn.role, "content": turn.content} for turn in prompt.messages or ()]
         if not turns:
             turns = [{"role": "user", "content": prompt.text or ""}]
         if not self._uses_template():
             start = prompt.text if prompt.text is not None else "".join(turn["content"] + "\n" for turn in turns)
             return [self._fitted(encode_text(self._tokenizer, start + completion)) for completion in completions]
+        before = [
+            turns if each is None else [*each.prompt, *each.completion[:-1]]
+            for each in conversations or [None] * len(completions)
+        ]
         return [
-            self._fitted(self._templated([*turns, {"role": "assistant", "content": completion}], prompt))
-            for completion in completions
+            self._fitted(self._templated([*messages, {"role": "assistant", "content": completion}], prompt))
+            for messages, completion in zip(before, completions, strict=True)
         ]
 
     def _uses_template(self) -> bool:
@@ -99,7 +107,7 @@ class Classifier:
             self._scorer.template == "auto" and bool(self._tokenizer.chat_template)
         )
 
-    def _templated(self, turns: list[dict[str, str]], prompt: Prompt) -> list[int]:
+    def _templated(self, turns: Messages, prompt: Prompt) -> list[int]:
         try:
             text = chat_template.render(
                 self._tokenizer, turns, template=self._scorer.own_template, at_s=clock_of(prompt)

@@ -1,14 +1,15 @@
 """What a frozen model says of the tokens of completions."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 import numpy as np
 
-from penstock.shared.bus.branches import is_branched
+from penstock.shared.bus.branches import branches
 from penstock.shared.bus.encoding.sample_checks import no_distribution
 from penstock.shared.bus.messages import Float32Array, Int32Array, RolloutGroup
-from penstock.shared.errors import PermanentError, TemporaryError
+from penstock.shared.errors import TemporaryError
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -20,31 +21,46 @@ class Reading:
     top_logprobs_NK: Float32Array | None = None
 
 
-def join(readings: Sequence[Reading]) -> Reading:
-    """Concatenate the readings of samples."""
-    ids = [reading.top_ids_NK for reading in readings if reading.top_ids_NK is not None]
-    logprobs = [reading.top_logprobs_NK for reading in readings if reading.top_logprobs_NK is not None]
-    logprobs_N = np.concatenate([reading.logprobs_N for reading in readings])
-    if not ids:
-        return Reading(logprobs_N)
-    return Reading(logprobs_N, np.concatenate(ids), np.concatenate(logprobs))
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Span:
+    """Tokens to read after others: a completion, or a branch of an episode."""
+
+    sample: int
+    prompt_token_ids: Int32Array
+    token_ids: Int32Array
+    places: Int32Array
+    """Of the tokens in the sample."""
 
 
-def require_one_branch(of: str, group: RolloutGroup) -> None:
-    """Raises PermanentError for what is no sequence after the group's prompt."""
-    if not len(group.prompt_token_ids) or any(is_branched(sample) for sample in group.samples):
-        raise PermanentError(
-            f"{of} reads one sequence after the group's prompt, found an episode of several branches or with a prompt of its own "
-            f'({group.prompt.problem}): set algorithm.reference = "trainer", or train without a teacher'
-        )
+def spans(group: RolloutGroup) -> list[Span]:
+    """Return what to read, so that every sampled token is read once, after what the policy saw."""
+    prompt = group.prompt_token_ids
+    return [
+        Span(number, np.concatenate((prompt, ids[branch.before])), ids[branch.places], branch.places)
+        for number, (sample, ids) in enumerate((sample, sample.token_ids) for sample in group.samples)
+        for branch in branches(sample)
+    ]
 
 
-def check(reading: Reading, of: str, group: RolloutGroup, top_k: int = 0) -> Reading:
-    """Return ``reading`` of the model ``of``. Raises TemporaryError unless it has finite logprobs of exactly the tokens."""
-    tokens = sum(len(sample.token_ids) for sample in group.samples)
-    if wrong := _wrong(reading, tokens, top_k):
-        raise TemporaryError(f"{of} unavailable: expected {wrong} ({group.prompt.problem})")
-    return reading
+def join(parts: Sequence[Span], readings: Sequence[Reading], of: str, group: RolloutGroup, top_k: int = 0) -> Reading:
+    """Return what the model ``of`` says of all tokens of the samples, concatenated; tokens that were given and not read have
+    logprob 0, or any most probable tokens, which no loss reads.
+
+    Raises:
+        TemporaryError: there are not finite logprobs of exactly the tokens.
+    """
+    starts = np.cumsum([0, *(len(sample.token_ids) for sample in group.samples)])
+    logprobs_N = np.zeros(starts[-1], np.float32)
+    ids_NK = np.tile(np.arange(top_k, dtype=np.int32), (len(logprobs_N), 1))
+    top_NK = np.full(ids_NK.shape, -math.log(max(1, top_k)), np.float32)
+    for span, reading in zip(parts, readings, strict=True):
+        if wrong := _wrong(reading, len(span.token_ids), top_k):
+            raise TemporaryError(f"{of} unavailable: expected {wrong} ({group.prompt.problem})")
+        places = starts[span.sample] + span.places
+        logprobs_N[places] = reading.logprobs_N
+        if reading.top_ids_NK is not None and reading.top_logprobs_NK is not None:
+            ids_NK[places], top_NK[places] = reading.top_ids_NK, reading.top_logprobs_NK
+    return Reading(logprobs_N, ids_NK, top_NK) if top_k else Reading(logprobs_N)
 
 
 def _wrong(reading: Reading, tokens: int, top_k: int) -> str:

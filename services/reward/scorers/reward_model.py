@@ -19,6 +19,7 @@ from prometheus_client import Counter
 from penstock.services.reward.models.batcher import Batcher, NoRoom
 from penstock.services.reward.models.turns import Turns
 from penstock.services.reward.scorers.scorer import unavailable, valued
+from penstock.shared.bus import transcripts
 from penstock.shared.bus.messages import RolloutGroup, Score, ScoreStatus
 from penstock.shared.errors import SettingsError
 from penstock.shared.extras import install_command
@@ -78,8 +79,7 @@ class RewardModel:
         assert self._model is not None
         assert self._batcher is not None
         async with self._tokenizing:
-            completions = [sample.text for sample in group.samples]
-            texts = await asyncio.to_thread(self._model.read, group.prompt, completions)
+            texts = await asyncio.to_thread(_read, self._model, group)
         CUT.labels(self.name).inc(sum(text.cut_tokens > 0 for text in texts))
         try:
             with self._turns.waiting(group):
@@ -92,6 +92,11 @@ class RewardModel:
 
     def _unavailable(self, group: RolloutGroup, reason: str) -> list[Score]:
         return [unavailable(self.name, reason) for _ in group.samples]
+
+
+def _read(model: "Classifier", group: RolloutGroup) -> "list[Text]":
+    conversations = [transcripts.read(sample) for sample in group.samples]
+    return model.read(group.prompt, [sample.text for sample in group.samples], conversations)
 
 
 def require_libraries(whose: str) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor
 from penstock.services.trainer.batch.packing import MicroBatch, PackedRow, micro_batch
 from penstock.services.trainer.model.engine import TrainingEngine
 from penstock.services.trainer.model.layers.logits import forward_replaced
-from penstock.services.trainer.self_test.self_test import windows
+from penstock.services.trainer.self_test.random_rows import windows
 from penstock.shared.bus.branches import longest_branch
 from penstock.shared.bus.messages import Experience, FinishReason, Float32Array, Int32Array, Probe, Sample, no_logprobs
 from penstock.shared.settings import Settings

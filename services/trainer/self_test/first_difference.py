@@ -6,14 +6,13 @@ Shapes: ``T`` tokens of the row, ``D`` a module's outputs.
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from penstock.services.trainer.batch.packing import MicroBatch, PackedRow, micro_batch
 from penstock.services.trainer.model.critic import Critic
 from penstock.services.trainer.model.policy import Policy
-from penstock.services.trainer.self_test.unmodified_model import sequences, unmodified
+from penstock.services.trainer.self_test.unmodified_model import unmodified
 
 _APART = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
 """Relative tolerance by norm."""
@@ -28,9 +27,9 @@ def first(policy: Policy | Critic, rows: Sequence[PackedRow]) -> str:
         return "each sequence goes through the model by itself, so a kernel or the output layer differs"
     packed = _outputs(model, lambda: policy(batch), batch.tokens)
     with unmodified(model):
-        for ids, places in zip([ids[:-1] for row in rows for ids in sequences(row)], _places(rows), strict=True):
-            inputs = torch.from_numpy(ids[None]).to(device)
-            alone = _outputs(model, lambda inputs=inputs: model(input_ids=inputs, use_cache=False), len(ids))  # type: ignore[misc]
+        for places in map(batch.segments.places, batch.segments.paths):
+            inputs = torch.from_numpy(batch.input_ids_BT[:, places]).to(device)
+            alone = _outputs(model, lambda inputs=inputs: model(input_ids=inputs, use_cache=False), len(places))  # type: ignore[misc]
             for name, output_TD in alone.items():
                 if name in packed and (apart := _relative(packed[name][places], output_TD)) > limit:
                     return f"the first module whose output differs is {name} ({_kind(model, name)}), by {apart:.2g} of its norm"
@@ -39,17 +38,6 @@ def first(policy: Policy | Critic, rows: Sequence[PackedRow]) -> str:
 
 def _kind(model: Any, name: str) -> str:
     return type(model.get_submodule(name)).__name__
-
-
-def _places(rows: Sequence[PackedRow]) -> list[Any]:
-    places, start = [], 0
-    for row in rows:
-        prompt = np.arange(start, start + len(row.prompt_token_ids))
-        start += len(prompt)
-        for sample in row.samples:
-            places.append(np.concatenate((prompt, np.arange(start, start + len(sample.token_ids) - 1))))
-            start += len(sample.token_ids) - 1
-    return places
 
 
 def _outputs(model: Any, compute: Callable[[], Any], tokens: int) -> dict[str, Tensor]:

@@ -1,8 +1,8 @@
 """The self-test at every start: policy and critic, as trained, against their unmodified models.
 
-Two groups of random tokens go through the policy as one micro-batch, and one sequence at a time through
-``unmodified_model``. Compared are logprobs (of a critic: normalised hidden states), and the gradient of a weighted sum
-of them, with respect to token embeddings and parameters of up to ``_SMALL`` numbers.
+Two groups of random tokens, each with a tree of two branches, go through the policy as one micro-batch, and one
+sequence at a time through ``unmodified_model``. Compared are logprobs (of a critic: normalised hidden states), and the
+gradient of a weighted sum of them, with respect to token embeddings and parameters of up to ``_SMALL`` numbers.
 
     float32         max |Δ logprob| ≤ 1e-3 nats, ‖Δ gradient‖ ≤ 1e-3 ‖gradient‖
     widened         mean |Δ logprob| ≤ max(0.005 nats, 4 × spread), ‖Δ gradient‖ ≤ max(0.02, 4 × spread) ‖gradient‖
@@ -12,7 +12,7 @@ The last two are limited to 0.5; ``spread`` is the effect of rounding the unmodi
 precision, which hides small mistakes, is also tested widened to float32 if memory allows.
 
 If rows differ and ``trainer.packing`` is automatic, sequences go one by one; a model that still differs is refused.
-Gradients and random generators stay unchanged. Not covered: windows beyond ``_LONGEST_WINDOW``, gradients of large
+Gradients and random generators stay unchanged. Not covered: windows beyond ``random_rows.LONGEST_WINDOW``, gradients of large
 matrices, ZeRO.
 """
 
@@ -34,7 +34,7 @@ from penstock.services.trainer.batch.packing import MicroBatch, PackedRow, micro
 from penstock.services.trainer.model.critic import Critic
 from penstock.services.trainer.model.policy import Policy
 from penstock.services.trainer.model.trunk import Packing
-from penstock.services.trainer.self_test import first_difference, reached_weights
+from penstock.services.trainer.self_test import first_difference, random_rows, reached_weights
 from penstock.services.trainer.self_test.unmodified_model import (
     hidden_states,
     hidden_states_ahead,
@@ -44,9 +44,7 @@ from penstock.services.trainer.self_test.unmodified_model import (
     unmodified,
     without_dropout,
 )
-from penstock.shared.bus.messages import FinishReason, Sample
 from penstock.shared.errors import SettingsError
-from penstock.shared.model.causal_model import ordinary_ids
 
 log = logging.getLogger(__name__)
 
@@ -59,11 +57,6 @@ _HALF = (torch.bfloat16, torch.float16)
 _ROOM_BYTES = 4 << 30
 _SMALL = 1 << 16
 _DRAWS = 3
-_LONGEST_WINDOW = {"cpu": 160, "cuda": 1024}
-"""Longest window that is tested, by device type."""
-_PROMPT_TOKENS = 140
-_COMPLETIONS = ((40, 1, 23), (12, 3))
-_WINDOWS = ("sliding_window", "attention_chunk_size", "window_size", "attention_window_size", "local_attention")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -234,7 +227,7 @@ def _best(policy: Subject, seed: int, *, widened: bool = False, causal: bool = F
     Rounding may change the routing of two equal experts in one draw; wrong packing fails all.
     """
     for number in range(_DRAWS):
-        rows = draw(policy.model, next(policy.parameters()).device, seed + number)
+        rows = random_rows.draw(policy.model, next(policy.parameters()).device, seed + number)
         reference = _reference(policy, rows, causal=causal)
         gap, failure = _attempt(policy, rows, reference)
         trial = _Trial(rows, gap, _least(policy, widened=widened), failure)
@@ -273,39 +266,6 @@ def _explain(policy: Subject, trial: _Trial) -> str:
         return f"{trial.gap.words(_compared(policy))}; {first_difference.first(policy, trial.rows)}"
     except Exception as error:  # noqa: BLE001 (a part of the message only)
         return f"{trial.gap.words(_compared(policy))} ({type(error).__name__} while looking for the layer)"
-
-
-def draw(model: Any, device: torch.device, seed: int) -> list[PackedRow]:
-    """Return two groups of random tokens; the first exceeds the model's window if that is short."""
-    lot, ids = np.random.default_rng(seed), ordinary_ids(model.config)
-    crossed = [window for window in windows(model.config) if window <= _LONGEST_WINDOW.get(device.type, 0)]
-    context = int(getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1 << 20)
-    completions = [[max(1, min(length, context // 3)) for length in lengths] for lengths in _COMPLETIONS]
-    longest = max(2, context - max(map(max, completions)))
-    prompts = [min(longest, max([_PROMPT_TOKENS, *(window + 8 for window in crossed)])), min(longest, 9)]
-    return [
-        _row(lot.choice(ids, prompt), [lot.choice(ids, length) for length in lengths], temperature, place)
-        for prompt, lengths, temperature, place in zip(prompts, completions, (1.0, 0.7), (0, 3), strict=True)
-    ]
-
-
-def windows(config: Any) -> list[int]:
-    values = (getattr(config.get_text_config(), name, None) for name in _WINDOWS)
-    return [window for window in values if isinstance(window, int) and window > 0]
-
-
-def _row(prompt: Any, completions: Sequence[Any], temperature: float, place: int) -> PackedRow:
-    samples = tuple(
-        Sample(
-            token_ids=ids,
-            behavior_logprobs=np.zeros(len(ids), np.float32),
-            version_spans=np.zeros((1, 2), np.int32),
-            finish_reason=FinishReason.LENGTH,
-            text="",
-        )
-        for ids in completions
-    )
-    return PackedRow(prompt, samples, tuple(range(place, place + len(samples))), temperature)
 
 
 @contextlib.contextmanager

@@ -225,7 +225,8 @@ class JudgeScorer(OpinionScorer):
         default="Question:\n{prompt}\n\nReference answer:\n{answer}\n\nResponse:\n{completion}\n\n"
         "Rate the response from 0 (useless) to 10 (perfect). End with a line `Score: N`."
     )
-    """User message, with {prompt}, {completion}, {answer} and {extra.COLUMN} filled in."""
+    """User message, with {prompt}, {completion} (of an episode, the last answer), {transcript} (all messages), {answer}
+    and {extra.COLUMN} filled in."""
     pattern: str = Field(default=r"(?i)score[\s*_`\"]*[:=][\s*_`\"(\[]*(-?\d+(?:\.\d+)?)")
     """Where the verdict is in the judge's answer: the first group of this expression's last match, or, as
     `json:FIELD`, a field of the last JSON object that has it."""
@@ -252,7 +253,7 @@ class JudgeScorer(OpinionScorer):
                 f"expected a scale from low to high for scorer {self.name!r}, found {list(self.scale)}: change scale in "
                 "[[reward.scorers]]"
             )
-        if "{completion}" not in self.template:
+        if not any(place in self.template for place in ("{completion}", "{transcript}")):
             raise ValueError(
                 f"expected {{completion}} in the template of scorer {self.name!r}, but it is missing: the judge would "
                 f"not see the "

@@ -294,17 +294,29 @@ def test_a_verdict_is_what_was_declared_and_nothing_else(
 
 def test_the_template_is_filled_in_once_so_that_a_completion_cannot_write_in_it() -> None:
     prompt = builders.prompt()
-    actual = fill('{prompt}|{answer}|{extra.level}|{completion}|{"score": 7}', prompt, "{answer} {prompt}")
+    actual = fill(
+        '{prompt}|{answer}|{extra.level}|{completion}|{"score": 7}', prompt, builders.sample("{answer} {prompt}")
+    )
     assert actual == '12+34=|46|1|{answer} {prompt}|{"score": 7}'
     chat = dataclasses.replace(
         prompt, text=None, messages=(ChatMessage("user", "12+34="), ChatMessage("assistant", "?"))
     )
-    assert fill("{prompt}", chat, "") == "user: 12+34=\n\nassistant: ?"
+    assert fill("{prompt}", chat, builders.sample()) == "user: 12+34=\n\nassistant: ?"
+
+
+def test_a_judge_reads_the_last_answer_or_all_messages_as_its_template_says() -> None:
+    prompt, call = builders.prompt(), '{"name": "add", "arguments": {"a": 12, "b": 34}}'
+    assert fill("{completion}", prompt, builders.episode()) == "46"
+    assert fill("{transcript}", prompt, builders.sample()) == "12+34=\n\nassistant: 46"
+    messages = f"user: 12+34=\n\nassistant: {call}\n\ntool: 46\n\nassistant: 46"
+    assert fill("{transcript}", prompt, builders.episode()) == messages
+    with pytest.raises(PermanentError, match="expected the messages of an episode's turns, found another transcript"):
+        fill("{transcript}", prompt, builders.tree())
 
 
 def test_a_template_that_asks_for_what_is_not_there_can_never_be_filled_in() -> None:
     with pytest.raises(PermanentError, match=r"the judge's template needs the column 'rubric' of train\.jsonl:1"):
-        fill("{extra.rubric}", builders.prompt(), "46")
+        fill("{extra.rubric}", builders.prompt(), builders.sample())
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import torch
 
 from penstock.services.reward.models.classifier import Text
 from penstock.services.reward.scorers.reward_model import RewardModel
+from penstock.shared.bus import transcripts
 from penstock.shared.bus.messages import ChatMessage, ScoreStatus
 from penstock.shared.errors import PermanentError, SettingsError
 from tests.support import builders, reward_models, tiny
@@ -77,6 +78,14 @@ def test_the_models_own_chat_template_joins_prompt_and_completion(tmp_path: Path
     admitted = dataclasses.replace(prompt, admitted_at_s=32 * 86_400.0)
     (text,) = reward_models.classifier(dated).read(admitted, ["2"])
     assert tiny.tokenizer().decode(list(text.token_ids)) == "02+02"
+
+
+def test_a_chat_template_joins_all_messages_of_an_episode(tmp_path: Path) -> None:
+    folder = reward_models.save(reward_models.qwen(), tmp_path, reward_models.CHAT)
+    conversation, eos = transcripts.read(builders.episode()), "<eos>"
+    (text,) = reward_models.classifier(reward_models.settings(folder)).read(builders.prompt(), ["46"], [conversation])
+    decoded = tiny.tokenizer().decode(list(text.token_ids))
+    assert decoded == f"u=12+34={eos}a={eos}t=46{eos}a=46{eos}"
 
 
 def test_messages_that_the_template_refuses_bury_their_group(tmp_path: Path) -> None:

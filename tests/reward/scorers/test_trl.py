@@ -156,6 +156,28 @@ def test_conversations_are_passed_as_messages() -> None:
     assert "answer" not in given, "the dataset has no such column"
 
 
+def test_of_several_turns_functions_receive_the_messages_of_trls_tool_loop() -> None:
+    """Checked against ``GRPOTrainer._tool_call_loop``; ids of calls are in addition."""
+    group = dataclasses.replace(builders.group(0, ("46",)), samples=(builders.episode(),))
+    given = arguments(group, "answer", 1, Notes(1))
+    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": {"a": 12, "b": 34}}}
+    assert given["prompts"] == [[{"role": "user", "content": "12+34="}]]
+    assert given["completions"] == [
+        [
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "name": "add", "content": "46"},
+            {"role": "assistant", "content": "46"},
+        ]
+    ]
+    assert given["completion_ids"] == [[3, 4, 5, 6, 7, 8, 9]], "from the first turn to the end"
+
+
+def test_a_function_that_needs_trls_environments_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"asks for TRL's environments.*use the scorer 'environment'"):
+        load_function("tests.support.trl_functions:of_environments")
+    load_function("tests.support.trl_functions:of_optional_environments")
+
+
 async def test_what_functions_log_is_in_details_and_metrics() -> None:
     async with scorer("logging", name="noted") as started:
         scores = await started.score(builders.group(0, ("a", "b")))

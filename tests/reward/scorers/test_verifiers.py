@@ -78,6 +78,19 @@ def test_a_state_has_the_row_and_information_written_as_json() -> None:
     assert rubrics.turns(state) == 3.0
 
 
+def test_a_trajectory_has_every_turn_with_what_it_saw() -> None:
+    (state,) = states(dataclasses.replace(builders.group(0, ("46",)), samples=(builders.episode(),)), "answer", 100)
+    (question, first), (seen, second) = ((step["prompt"], step["completion"]) for step in state["trajectory"])
+    assert (question, [message["role"] for message in first]) == (
+        [{"role": "user", "content": "12+34="}],
+        ["assistant"],
+    )
+    assert seen == [*question, *first, {"role": "tool", "name": "add", "content": "46"}]
+    assert second == [{"role": "assistant", "content": "46"}]
+    assert (state["prompt"], state["completion"]) == (question, [*seen[1:], *second])
+    assert rubrics.turns(state) == 2.0
+
+
 async def test_values_are_those_of_the_package() -> None:
     verifiers = pytest.importorskip("verifiers")
     group = chat(*TEXTS)

@@ -7,7 +7,13 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from penstock.services.trainer.algorithm.advantages import group_advantages, token_credit, turn_advantages
+from penstock.services.trainer.algorithm.advantages import (
+    gae,
+    group_advantages,
+    token_credit,
+    token_rewards,
+    turn_advantages,
+)
 from penstock.shared.settings.algorithm import AlgorithmSettings
 from tests.support import builders
 
@@ -61,6 +67,28 @@ def test_the_mean_of_each_turns_reward_is_no_baseline(
     )
     assert gradient == pytest.approx(biased, abs=5e-4)
     assert abs(gradient - known) > 0.5
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize(("go", "most", "stop", "known"), CASES)
+def test_generalised_advantages_over_turns_have_the_policy_gradient_in_the_mean(
+    go: float, most: int, stop: float, known: float, decay: float
+) -> None:
+    """Turns of one token, given tokens between them left out, the episode's reward at the last; exact values, and with a
+    decay of 1 any.
+    """
+    left = [0.0]
+    for _ in range(most):
+        left.append(go * (1 + left[-1]) + (1 - go) * stop)
+    gradient = 0.0
+    for chance, rewards, scores in episodes(go, most, stop):
+        values_N = np.array([t + left[most - t] for t in range(len(scores))])  # t was earned so far
+        if decay == 1.0:
+            values_N = np.arange(len(scores)) * 0.7 - 1.0
+        rewards_N = token_rewards(rewards.sum()[None], np.zeros(len(scores)), np.array([len(scores)]))
+        advantages_N = gae(rewards_N, values_N, np.array([len(scores)]), 1.0, decay)
+        gradient += chance * float(advantages_N @ scores)
+    assert gradient == pytest.approx(true_gradient(go, most, stop), abs=1e-12)
 
 
 def test_discounted_returns_less_the_others_at_the_same_turn() -> None:

@@ -6,16 +6,18 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from penstock.services.trainer.batch.packing import PackedRow
+from penstock.services.trainer.batch.segments import Segments
 from penstock.services.trainer.model import adapter
 from penstock.services.trainer.model.critic import Critic
 from penstock.services.trainer.model.layers import mixers
 from penstock.services.trainer.model.policy import Policy, load_model, load_trunk
-from penstock.services.trainer.self_test import reached_weights, self_test, unmodified_model
+from penstock.services.trainer.self_test import random_rows, reached_weights, self_test, unmodified_model
 from penstock.shared.errors import SettingsError
 from penstock.shared.model.causal_model import ordinary_ids
 from penstock.shared.settings import PolicySettings
@@ -91,6 +93,19 @@ def test_packed_rows_that_differ_give_way_to_sequences_and_the_layer_is_named(
     assert result.packing == "sequences"
     assert "the first module whose output differs is model.layers.0.conv" in result.reason
     assert result.gap.max_nats < 1e-5
+
+
+def test_branches_that_see_one_another_give_way_to_sequences(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def until(of: Segments) -> Any:
+        """Until the end of the sample, of a tree's segments too."""
+        return np.repeat([of.ends[of.path(k)[:2][-1]] for k in range(len(of.ends))], of.lengths_K)
+
+    monkeypatch.setattr(Segments, "until", property(until))
+    result = self_test.run(opened(folders["qwen3"]), "auto")
+    assert result.packing == "sequences"
+    assert "the first module whose output differs is model.layers.0.self_attn" in result.reason
 
 
 def test_packed_rows_that_differ_are_refused_where_they_are_asked_for(
@@ -214,7 +229,11 @@ def test_weights_are_looked_for_in_two_passes_however_many_there_are(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     policy = opened(folders["qwen3"])
-    rows, passes, reached = self_test.draw(policy.model, torch.device("cpu"), 0), list[int](), reached_weights._reached
+    rows, passes, reached = (
+        random_rows.draw(policy.model, torch.device("cpu"), 0),
+        list[int](),
+        reached_weights._reached,
+    )
 
     def counted(policy: Policy | Critic, rows: Sequence[PackedRow]) -> set[int]:
         passes.append(len(rows))
@@ -299,12 +318,12 @@ def test_tokens_are_ordinary_and_cross_short_windows() -> None:
     model.config = config
     ids = ordinary_ids(config)
     assert not {7, 8, 9, 262} & set(ids.tolist())
-    rows = self_test.draw(model, torch.device("cpu"), 0)
+    rows = random_rows.draw(model, torch.device("cpu"), 0)
     assert len(rows[0].prompt_token_ids) == 140
     config.text_config.sliding_window = 150
-    assert len(self_test.draw(model, torch.device("cpu"), 0)[0].prompt_token_ids) == 158
+    assert len(random_rows.draw(model, torch.device("cpu"), 0)[0].prompt_token_ids) == 158
     config.text_config.sliding_window = 4096
-    assert len(self_test.draw(model, torch.device("cpu"), 0)[0].prompt_token_ids) == 140
+    assert len(random_rows.draw(model, torch.device("cpu"), 0)[0].prompt_token_ids) == 140
     config.text_config.max_position_embeddings = 32
-    short = self_test.draw(model, torch.device("cpu"), 0)
+    short = random_rows.draw(model, torch.device("cpu"), 0)
     assert max(len(row.prompt_token_ids) + len(sample.token_ids) for row in short for sample in row.samples) == 32

@@ -1,13 +1,11 @@
 """Trees of tokens: computed once, with the logprobs and gradients of their branches."""
 
-import copy
 import dataclasses
-from typing import Any
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from penstock.services.trainer.batch.packing import PackedRow, assign_pieces, micro_batch
 from penstock.services.trainer.batch.segments import Segments
@@ -15,58 +13,30 @@ from penstock.services.trainer.model.layers import attention_layout
 from penstock.services.trainer.model.layers.attention import PackedLayout
 from penstock.services.trainer.model.layers.attention_layout import CAUSAL, Pattern
 from penstock.services.trainer.model.layers.attention_math import PLAIN
-from penstock.services.trainer.model.policy import Policy
 from penstock.shared.bus.messages import Sample
-from tests.support import builders, tiny, tiny_hybrids, trees
+from tests.support import builders, model_page, trees
 from tests.trainer.model.test_attention import WAYS, loop_varlen, one_by_one
 
 EXACT = 1e-12
 """Float64, sums in another order."""
 
 
-def families() -> dict[str, Any]:
-    from transformers import Gemma2Config, Gemma2ForCausalLM, GptOssConfig, GptOssForCausalLM
-
-    def of(config: Any, model: Any, **more: Any) -> Any:
-        torch.manual_seed(0)
-        return model(config(
-            vocab_size=48, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=2, head_dim=8, initializer_range=0.3, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-            layer_types=["sliding_attention", "full_attention"], sliding_window=6, attn_implementation="eager", experts_implementation="eager", **more,
-        ))  # fmt: skip
-
-    return {
-        "causal": tiny.model,
-        "windows and caps": lambda: of(Gemma2Config, Gemma2ForCausalLM),
-        "windows and sinks": lambda: of(GptOssConfig, GptOssForCausalLM, num_local_experts=4, num_experts_per_tok=2),
-        **tiny_hybrids.HYBRIDS,
-    }
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tiny products: threads would only wait for one another."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
-FAMILIES = ["causal", "windows and caps", "windows and sinks", *tiny_hybrids.HYBRIDS]
-
-
-def gradients(model: Any, logprobs_N: Tensor, weights_N: Tensor) -> Tensor:
-    model.zero_grad()
-    (logprobs_N @ weights_N).backward()
-    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_a_tree_has_the_logprobs_and_gradients_of_its_branches(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "float32", torch.float64)  # what models and losses compute in float32
-    monkeypatch.setattr(Tensor, "float", Tensor.double)
-    model = families()[name]().double().eval().requires_grad_(True)
-    policy = Policy(copy.deepcopy(model), packing="rows")
-    for seed, prompt, opening in ((0, 5, 7), (1, 0, 150), (2, 140, 5)):
-        rows = [trees.group(seed, 40, prompt, opening=opening), trees.group(seed + 10, 40, 2, samples=1)]
-        batch = micro_batch(rows)
-        mine, theirs = policy(batch).policy_logprobs_N, trees.branch_logprobs(model, rows)
-        assert float((mine - theirs).detach().abs().max()) < EXACT * 10
-        weights_N = torch.randn(len(mine), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-        left, right = gradients(policy.model, mine, weights_N), gradients(model, theirs, weights_N)
-        assert float((left - right).norm() / right.norm()) < EXACT
-        assert batch.tokens == sum(map(trees.trie_tokens, rows)) == sum(row.tokens for row in rows)
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", sorted(model_page.verdicts().rows))
+def test_trees_have_the_logprobs_and_gradients_of_their_branches(name: str) -> None:
+    """Eight random trees of every configuration that is packed."""
+    for gap in trees.compare(name):
+        assert gap.logprob_nats < EXACT, gap
+        assert gap.gradient < EXACT, gap
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, get_origin
 
 from penstock.services.reward.scorers.function.trl_call import Notes, arguments, checked, load_object, serve
+from penstock.shared.bus import transcripts
 from penstock.shared.bus.messages import RolloutGroup
 
 _OF_A_GROUP = frozenset(("states", "prompts", "completions", "answers", "tasks", "infos"))
@@ -68,19 +69,24 @@ def states(group: RolloutGroup, answer_field: str, steps: int) -> list[dict[str,
     for sample, prompt, completion in zip(
         group.samples, _list(given["prompts"]), _list(given["completions"]), strict=True
     ):
-        turn = {"prompt": prompt, "completion": completion, "reward": None, "advantage": None}
+        conversation = transcripts.read(sample)
+        turns = [(prompt, completion)] if conversation is None else conversation.turns
         made.append(
             {
                 **row,
                 "input": {**row, "prompt": prompt},
-                **turn,
-                "trajectory": [dict(turn)],
+                **_step(prompt, completion),
+                "trajectory": [_step(*turn) for turn in turns],
                 "is_completed": True,
                 "is_truncated": sample.finish_reason == "length",
                 "metrics": {},
             }
         )
     return made
+
+
+def _step(prompt: object, completion: object) -> dict[str, object]:
+    return {"prompt": prompt, "completion": completion, "reward": None, "advantage": None}
 
 
 def _list(value: object) -> list[Any]:

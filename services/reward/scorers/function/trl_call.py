@@ -23,8 +23,9 @@ from typing import Any, Protocol, TypeAlias, cast
 from penstock.services.reward.scorers.function.function_call import describe, load
 from penstock.services.reward.scorers.function.function_call import load_object as named_object
 from penstock.services.reward.subprocess_pool import child
+from penstock.shared.bus import transcripts
 from penstock.shared.bus.encoding import wire
-from penstock.shared.bus.messages import RolloutGroup
+from penstock.shared.bus.messages import Prompt, RolloutGroup, Sample
 
 _MIB = 1024**2
 _LONGEST_EXTRA = 120
@@ -43,7 +44,19 @@ def load_function(reference: str) -> TrlFunction:
     target = load_object(reference)
     if not callable(target):
         raise ValueError(f"{reference} is no function but {type(target).__name__}")
+    if _asks_for_environments(target):
+        raise ValueError(
+            f"{reference} asks for TRL's environments, which live in the service of episodes: use the scorer 'environment'"
+        )
     return cast(TrlFunction, target)
+
+
+def _asks_for_environments(function: Callable[..., Any]) -> bool:
+    try:
+        given = inspect.signature(function).parameters.get("environments")
+    except ValueError:  # of C
+        return False
+    return given is not None and given.default is given.empty
 
 
 def load_object(reference: str) -> Any:
@@ -127,20 +140,26 @@ def arguments(group: RolloutGroup, answer_field: str, steps: int, notes: Notes) 
         for name, value in columns.items()
         if name not in ("prompt", "completion", "completion_ids") and (name in prompt.extra or value is not None)
     }
-    texts = [sample.text for sample in group.samples]
-    if prompt.messages is None:
-        given |= {"prompts": [prompt.text] * count, "completions": texts}
-    else:
-        given["prompts"] = [
-            [{"role": turn.role, "content": turn.content} for turn in prompt.messages] for _ in range(count)
-        ]
-        given["completions"] = [[{"role": "assistant", "content": text}] for text in texts]
+    of_samples = [_of_sample(prompt, sample, transcripts.read(sample)) for sample in group.samples]
+    for name, values in zip(("prompts", "completions", "completion_ids"), zip(*of_samples, strict=True), strict=True):
+        given[name] = list(values)
     return given | {
-        "completion_ids": [sample.token_ids.tolist() for sample in group.samples],
         "trainer_state": TrainerState(int(group.newest_version), steps),
         "log_extra": notes.log_extra,
         "log_metric": notes.log_metric,
     }
+
+
+def _of_sample(
+    prompt: Prompt, sample: Sample, conversation: transcripts.Conversation | None
+) -> tuple[object, object, list[int]]:
+    """Return prompt, completion and the completion's token ids; of an episode messages, as TRL has them with tools."""
+    if conversation is not None:
+        return conversation.prompt, conversation.completion, conversation.token_ids.tolist()
+    if prompt.messages is None:
+        return prompt.text, sample.text, sample.token_ids.tolist()
+    messages = [{"role": turn.role, "content": turn.content} for turn in prompt.messages]
+    return messages, [{"role": "assistant", "content": sample.text}], sample.token_ids.tolist()
 
 
 def checked(returned: object, completions: int) -> list[float | None]:

@@ -31,7 +31,9 @@ class Judge:
         await self._reader.close()
 
     async def score(self, group: RolloutGroup) -> list[Score]:
-        questions = [fill(self._scorer.template, group.prompt, sample.text) for sample in group.samples]
+        questions = await asyncio.to_thread(
+            lambda: [fill(self._scorer.template, group.prompt, sample) for sample in group.samples]
+        )
         async with asyncio.TaskGroup() as asking:
             tasks = {question: asking.create_task(self._judge(question)) for question in dict.fromkeys(questions)}
         return [tasks[question].result() for question in questions]

@@ -12,30 +12,40 @@ import regex
 
 from penstock.services.reward.scorers.judge.reading import LONGEST_ANSWER
 from penstock.services.reward.subprocess_pool.pool import Crashed, Overdue, Processes
-from penstock.shared.bus.messages import Prompt
+from penstock.shared.bus import transcripts
+from penstock.shared.bus.messages import Prompt, Sample
 from penstock.shared.errors import PermanentError, SettingsError
 from penstock.shared.settings.rewards.scorers import JudgeScorer
 
-_PLACE = re.compile(r"\{(prompt|completion|answer|extra\.(?P<column>[^{}\s]+))\}")
+_PLACE = re.compile(r"\{(prompt|completion|transcript|answer|extra\.(?P<column>[^{}\s]+))\}")
 TIMEOUT_S = 0.5
 """CPU time of reading one answer."""
 _COMMAND = (sys.executable, "-m", "penstock.services.reward.scorers.judge.reading")
 
 
-def fill(template: str, prompt: Prompt, completion: str) -> str:
-    """Fill in prompt, completion, answer and columns. Raises PermanentError if one is missing."""
+def fill(template: str, prompt: Prompt, sample: Sample) -> str:
+    """Fill in prompt, completion, transcript, answer and columns. Raises PermanentError if one is missing."""
 
     def value(place: re.Match[str]) -> str:
         match place[1]:
             case "prompt":
                 return _text(prompt)
             case "completion":
-                return completion
+                return sample.text
+            case "transcript":
+                return _transcript(prompt, sample)
             case "answer":
                 return _known(prompt.answer, "an answer", prompt)
         return _known(prompt.extra.get(place["column"]), f"the column {place['column']!r}", prompt)
 
     return _PLACE.sub(value, template)
+
+
+def _transcript(prompt: Prompt, sample: Sample) -> str:
+    conversation = transcripts.read(sample)
+    if conversation is None:
+        return f"{_text(prompt)}\n\nassistant: {sample.text}"
+    return transcripts.text([*conversation.prompt, *conversation.completion])
 
 
 def _text(prompt: Prompt) -> str:
