@@ -2,11 +2,12 @@
 
 import asyncio
 import dataclasses
+import itertools
 import os
 import random
 import re
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from tests.conftest import PATIENCE_S, until
 from tests.rollout.test_service import announce
 from tests.support import builders, replicas, weights
 from tests.support.chat_tokenizers import characters
+from tests.support.clients import CLIENTS
 from tests.support.raw_redis import raw
 
 GUESS = "tests.support.guessing:Guess"
@@ -114,16 +116,17 @@ class Player:
         await asyncio.gather(*self.tasks, return_exceptions=True)
         await self.hosts.close()
 
-    async def admit(self, *secrets: int) -> None:
+    async def admit(self, *secrets: int, clients: Sequence[str] = ()) -> None:
         await raw(self.bus).hset(self.bus.keys.named("run"), mapping={"state": "running", "newest_version": 3})
-        prompts = [self.prompt(group, secret) for group, secret in enumerate(secrets)]
+        named = itertools.zip_longest(secrets, clients, fillvalue="")
+        prompts = [self.prompt(group, secret, client) for group, (secret, client) in enumerate(named)]
         assert await Ledger(self.bus).admit(prompts, 100, 10, 100, PolicyVersion(3)) == len(secrets)
 
-    def prompt(self, group: int, secret: int) -> Prompt:
+    def prompt(self, group: int, secret: int, client: str = "") -> Prompt:
         made = builders.prompt(group, f"guess, row {group}", min_version=3)
         sampling = dataclasses.replace(made.sampling, max_new_tokens=80)
         return dataclasses.replace(
-            made, extra={"secret": secret}, sampling=sampling, environment=self.settings.episodes.name
+            made, extra={"secret": secret, "client": client}, sampling=sampling, environment=self.settings.episodes.name
         )
 
     async def groups(self, count: int) -> list[RolloutGroup]:
@@ -262,15 +265,15 @@ async def test_a_turn_is_drawn_elsewhere_when_its_replica_dies(playing: Any) -> 
     assert {sample.environment_reward for sample in group.samples} == {1.0}
 
 
-@pytest.mark.parametrize("name", ["openai_agent", "responses_agent", "anthropic_agent"])
-async def test_an_agent_with_an_unmodified_sdk_trains_on_the_tokens_that_were_drawn(playing: Any, name: str) -> None:
-    player = await playing(environment="", agent=f"tests.support.guessing:{name}")
-    await player.admit(5)
-    (group,) = await player.groups(1)
-    for sample in group.samples:
-        assert (sample.environment_reward, sample.ended) == (1.0, Ended.AGENT)
-        assert sample.segments[:, 1].tolist() == list(range(-1, len(sample.segments) - 1)), "its turns are one path"
-        assert len(sample.segments) >= 6
+async def test_every_client_whose_history_is_its_own_continues_on_one_path_of_tokens(playing: Any) -> None:
+    clients = [name for name in CLIENTS if name != "smolagents"]  # it writes its calls as texts
+    player = await playing(environment="", agent="tests.support.clients:play")
+    await player.admit(*[5] * len(clients), clients=clients)
+    for client, group in zip(clients, await player.groups(len(clients)), strict=True):
+        for sample in group.samples:
+            assert (sample.environment_reward, sample.ended) == (1.0, Ended.AGENT), client
+            assert sample.segments[:, 1].tolist() == list(range(-1, len(sample.segments) - 1)), client
+            assert len(sample.segments) >= 6
 
 
 async def test_the_endpoint_refuses_what_it_cannot_do_and_draws_a_retry_once(playing: Any) -> None:
