@@ -2,7 +2,7 @@
 
 import asyncio
 import dataclasses
-import itertools
+import json
 import os
 import random
 import re
@@ -118,7 +118,7 @@ class Player:
 
     async def admit(self, *secrets: int, clients: Sequence[str] = ()) -> None:
         await raw(self.bus).hset(self.bus.keys.named("run"), mapping={"state": "running", "newest_version": 3})
-        named = itertools.zip_longest(secrets, clients, fillvalue="")
+        named = zip(secrets, clients or [""] * len(secrets), strict=True)
         prompts = [self.prompt(group, secret, client) for group, (secret, client) in enumerate(named)]
         assert await Ledger(self.bus).admit(prompts, 100, 10, 100, PolicyVersion(3)) == len(secrets)
 
@@ -274,6 +274,18 @@ async def test_every_client_whose_history_is_its_own_continues_on_one_path_of_to
             assert (sample.environment_reward, sample.ended) == (1.0, Ended.AGENT), client
             assert sample.segments[:, 1].tolist() == list(range(-1, len(sample.segments) - 1)), client
             assert len(sample.segments) >= 6
+
+
+async def test_an_agent_that_renders_itself_continues_at_the_tokens_that_it_repeats(playing: Any) -> None:
+    player = await playing(environment="", agent="tests.support.clients:by_tokens")
+    await player.admit(5)
+    (group,) = await player.groups(1)
+    for sample in group.samples:
+        assert (sample.environment_reward, sample.ended) == (1.0, Ended.AGENT)
+        assert sample.segments[:, 1].tolist() == list(range(-1, len(sample.segments) - 1))
+        shown = json.loads(sample.transcript)["turns"]
+        assert [turn["after"] for turn in shown] == [None, *range(len(shown) - 1)]
+        assert [turn["messages"][0]["content"][:3] for turn in shown[1:]] == ["t:<", "t:>", "t:="]
 
 
 async def test_the_endpoint_refuses_what_it_cannot_do_and_draws_a_retry_once(playing: Any) -> None:

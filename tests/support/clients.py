@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -40,6 +41,43 @@ async def play(task: str, base_url: str, api_key: str, secret: int, client: str)
     except Exception:
         if not game.tries:
             raise
+    return game.reward
+
+
+async def by_tokens(task: str, base_url: str, api_key: str, secret: int) -> float:
+    """Play by vLLM's route for token ids, rendered here; reward what is refused as it should be."""
+    import httpx
+
+    from tests.support.chat_tokenizers import characters
+
+    game, tokenizer, url = Game(secret), characters(), f"{base_url.removesuffix('/v1')}/inference/v1/generate"
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": task}], tools=[TOOL], tokenize=False, add_generation_prompt=True
+    )
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
+    async with httpx.AsyncClient(headers={"authorization": f"Bearer {api_key}"}, timeout=600.0) as client:
+        refused: list[dict[str, Any]] = [
+            {"token_ids": []},
+            {"token_ids": [-1]},
+            {"token_ids": [1 << 40]},
+            {"token_ids": [126, 127]},
+            {"token_ids": "1"},
+            {"token_ids": ids, "output_mode": "text"},
+            {"token_ids": ids, "sampling_params": {"allowed_token_ids": [5]}},
+            {"token_ids": ids, "content_parts": [{"type": "image"}]},
+        ]
+        statuses = [(await client.post(url, json=body)).status_code for body in refused]
+        assert statuses == [400] * len(refused), statuses
+        for _ in range(TURNS):
+            asked = {"max_tokens": 100, "temperature": 0.1, "logprobs": 1}
+            body = {"model": "any", "token_ids": ids, "sampling_params": asked, "cache_salt": "mine"}
+            (choice,) = (await client.post(url, json=body)).json()["choices"]
+            text = tokenizer.decode(choice["token_ids"])
+            tried = re.search(r'"number":(\d+)', text)
+            if tried is None:
+                break
+            hint = game.guess(int(tried[1]))
+            ids += [*choice["token_ids"], *tokenizer.encode(f"t:{hint}<eos>a:", add_special_tokens=False)]
     return game.reward
 
 
@@ -170,7 +208,7 @@ async def _pydantic_ai(game: Game, task: str, base_url: str, api_key: str) -> No
 async def _smolagents(game: Game, task: str, base_url: str, api_key: str) -> None:
     from smolagents import LogLevel, OpenAIModel, ToolCallingAgent, tool
 
-    @tool
+    @tool  # type: ignore[untyped-decorator, unused-ignore]
     def guess(number: int) -> str:
         """Guess the number.
 
