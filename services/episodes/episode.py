@@ -4,7 +4,7 @@ import asyncio
 import dataclasses
 import json
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from prometheus_client import Counter, Histogram
 
@@ -72,6 +72,8 @@ class Episode:
     def __init__(self, prompt: Prompt, renderer: Renderer, parser: AnswerParser, draw: Draw, limits: Limits) -> None:
         self.prompt = prompt
         self.ended = Ended.STOP
+        self.metrics: Mapping[str, float] = {}
+        """What its agent reports, for the transcript."""
         self._renderer, self._parser, self._draw, self._limits = renderer, parser, draw, limits
         self._tree = Tree()
         self._begun = 0
@@ -224,7 +226,7 @@ class Episode:
             }
             for turn, answer, seconds in self._turns
         ]
-        return json.dumps({"turns": turns}).encode()
+        return json.dumps({"turns": turns, **({"metrics": self.metrics} if self.metrics else {})}).encode()
 
 
 def _shown(message: Message) -> dict[str, object]:

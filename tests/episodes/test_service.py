@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from penstock.services.episodes.drivers.agent import AgentPlayer
+from penstock.services.episodes.drivers.agent import AgentFunction, AgentPlayer
+from penstock.services.episodes.drivers.agent_server import AgentServer
 from penstock.services.episodes.drivers.hosts import Hosts
 from penstock.services.episodes.drivers.loop import ToolLoop
 from penstock.services.episodes.http.gateway import Gateway
@@ -35,6 +36,7 @@ from penstock.shared.weights.receiver.puller import Puller
 from tests.conftest import PATIENCE_S, until
 from tests.rollout.test_service import announce
 from tests.support import builders, replicas, weights
+from tests.support.agent_server import HOSTILE, agent_server
 from tests.support.chat_tokenizers import characters
 from tests.support.clients import CLIENTS
 from tests.support.raw_redis import raw
@@ -77,6 +79,7 @@ class Player:
         self.hosts = Hosts(made.episodes)
         self.tasks: list[asyncio.Task[Any]] = []
         self.contexts: list[Any] = []
+        self.server: AgentServer | None = None
 
     async def start_replica(self, name: str = "rollout-0") -> asyncio.Task[Any]:
         context = replicas.context(self.settings, self.bus, name, Status())
@@ -91,7 +94,8 @@ class Player:
         return task
 
     async def start(self) -> None:
-        await self.hosts.open()
+        if not self.settings.episodes.agent_url:
+            await self.hosts.open()
         await self.start_replica()
         context = dataclasses.replace(
             replicas.context(self.settings, self.bus, "episodes-0", Status()), service="episodes"
@@ -100,10 +104,11 @@ class Player:
         known = Replicas(self.bus, context.secret)
         policy = Policy.of(self.settings, characters())
         driver: Any = ToolLoop(self.settings.episodes, self.hosts, "answer")
-        if self.settings.episodes.agent:
+        if self.settings.episodes.has_agent:
             gateway = Gateway("127.0.0.1:0", context.secret, "policy", policy.context_tokens)
             self.tasks.append(asyncio.create_task(gateway.run()))
-            driver = AgentPlayer(self.settings.episodes, self.hosts, gateway, "answer")
+            self.server = AgentServer(self.settings.episodes) if self.settings.episodes.agent_url else None
+            driver = AgentPlayer(self.server or AgentFunction(self.settings.episodes, self.hosts), gateway, "answer")
         made = Episodes(self.settings, policy, known, driver, "episodes-0")
         self.tasks.append(asyncio.create_task(work(context, made, known)))
         self.contexts.append(context)
@@ -115,6 +120,8 @@ class Player:
             task.cancel()
         await asyncio.gather(*self.tasks, return_exceptions=True)
         await self.hosts.close()
+        if self.server is not None:
+            await self.server.close()
 
     async def admit(self, *secrets: int, clients: Sequence[str] = ()) -> None:
         await raw(self.bus).hset(self.bus.keys.named("run"), mapping={"state": "running", "newest_version": 3})
@@ -274,6 +281,27 @@ async def test_every_client_whose_history_is_its_own_continues_on_one_path_of_to
             assert (sample.environment_reward, sample.ended) == (1.0, Ended.AGENT), client
             assert sample.segments[:, 1].tolist() == list(range(-1, len(sample.segments) - 1)), client
             assert len(sample.segments) >= 6
+
+
+async def test_an_agent_behind_a_url_plays_and_gives_the_reward(playing: Any) -> None:
+    with agent_server() as (url, deleted):
+        player = await playing(environment="", agent_url=f"{url}/run")
+        await player.admit(5)
+        (group,) = await player.groups(1)
+    assert {(sample.environment_reward, sample.ended) for sample in group.samples} == {(1.0, Ended.AGENT)}
+    transcripts = [json.loads(sample.transcript) for sample in group.samples]
+    assert [each["metrics"] for each in transcripts] == [{"tries": 3.0}] * 2, "what is no finite number is left out"
+    assert deleted == []
+
+
+@pytest.mark.parametrize("kind", sorted(HOSTILE))
+async def test_an_answer_without_a_reward_is_no_reward_of_zero(playing: Any, kind: str) -> None:
+    with agent_server() as (url, deleted):
+        player = await playing(environment="", agent_url=f"{url}/{kind}", deadline_s=2.0 if kind == "slow" else 600.0)
+        await player.admit(5)
+        reason = (await buried(player, 1))[0]
+    assert HOSTILE[kind][0] in reason
+    assert len(set(deleted)) == 6, "each attempt of both samples is aborted by its own id"
 
 
 async def test_an_agent_that_renders_itself_continues_at_the_tokens_that_it_repeats(playing: Any) -> None:
