@@ -1,7 +1,8 @@
-"""A whole run in which each client plays one group, by a policy that calls: services, engine and trainer are real."""
+"""Whole runs by a policy that calls: each client plays a group, and the example's script. Services, engine and trainer are real."""
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tomli_w
@@ -12,6 +13,7 @@ from examples.guess.make import NUMBERS, build_policy, build_tokenizer
 from tests.support import forge
 from tests.support.clients import CLIENTS
 
+ROOT = Path(__file__).parents[2]
 GROUP = 3
 RUN = {
     "run": {"id": "clients", "steps": len(CLIENTS), "device": "cpu", "threads": 1},
@@ -49,6 +51,10 @@ def write_calling_policy(folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
+def rows_of(folder: Path) -> list[Any]:
+    return [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 async def test_every_client_trains_a_step(tmp_path: Path) -> None:
@@ -59,7 +65,7 @@ async def test_every_client_trains_a_step(tmp_path: Path) -> None:
     folders = {"run.folder": tmp_path, "policy.model": tmp_path / "policy", "data.path": tmp_path / "train.jsonl"}
     words = [f"--{name}={value}" for name, value in folders.items()]
     await forge.up([tmp_path / "run.toml", *words], tmp_path / "up.txt")
-    groups = [json.loads(line) for line in (tmp_path / "clients" / "rollouts.jsonl").read_text().splitlines()]
+    groups = rows_of(tmp_path / "clients")
     assert sorted(group["answer"] for group in groups) == sorted(CLIENTS), "each group is trained by a step of its own"
     for group in groups:
         rewards = [completion["reward"] for completion in group["completions"]]
@@ -68,3 +74,23 @@ async def test_every_client_trains_a_step(tmp_path: Path) -> None:
     steps = [json.loads(line) for line in (tmp_path / "clients" / "metrics.jsonl").read_text().splitlines()]
     assert [step["step"] for step in steps] == [*range(1, len(CLIENTS) + 1)]
     assert all(step["logprob_gap"] < 1e-3 for step in steps)  # float32 on both sides, other kernels
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+async def test_the_example_trains_what_a_script_asks_that_knows_of_no_training(tmp_path: Path) -> None:
+    write_calling_policy(tmp_path / "policy")
+    rows = [{"prompt": "?", "secret": number} for number in NUMBERS]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = {
+        "run.folder": tmp_path, "run.id": "run", "run.steps": 2, "policy.model": tmp_path / "policy",
+        "data.path": tmp_path / "train.jsonl", "sampling.group_size": 3, "algorithm.groups_per_step": 2,
+        "coordinator.sample_every_steps": 1,
+    }  # fmt: skip
+    words = [f"--{name}={value}" for name, value in flags.items()]
+    await forge.up([ROOT / "examples" / "agent" / "run.toml", *words], tmp_path / "up.txt")
+    groups = rows_of(tmp_path / "run")
+    assert len(groups) == 2
+    completions = [each for group in groups for each in group["completions"]]
+    assert {each["reward"] for each in completions} <= {0.0, 1.0}
+    assert max(each["tokens"] for each in completions) >= 3, "a guess is a token: the script asked again after a hint"

@@ -13,7 +13,7 @@ from penstock.shared.settings.rollout import EpisodesSettings
 
 class Agent(Protocol):
     async def run(self, episode: Episode, given: Mapping[str, Any]) -> float | None:
-        """Return the reward of an episode, None: there is none. Raises TemporaryError: the agent failed."""
+        """Return the reward of an episode, None without. Raises TemporaryError: the agent failed."""
 
 
 class AgentFunction:

@@ -42,7 +42,7 @@ class AgentServer:
         await self._aborting.close()
 
     async def run(self, episode: Episode, given: Mapping[str, Any]) -> float:
-        """Return the episode's reward. Raises TemporaryError: there is none."""
+        """Return the episode's reward. Raises TemporaryError: it has no finite one."""
         name = secrets.token_hex(16)
         asked = {"id": name, **given, "deadline_s": episode.left_s}
         try:
