@@ -1,4 +1,4 @@
-"""Laws of an episode's tokens, over every way in which clients send histories back, with templates of eight families."""
+"""Laws of an episode's tokens, over every way in which clients send histories back, with templates of nine families."""
 
 import asyncio
 import dataclasses
@@ -211,6 +211,7 @@ async def test_an_episode_ends_at_its_turns_its_context_and_its_deadline() -> No
 
 def test_only_templates_that_rewrite_what_was_before_make_branches() -> None:
     assert {name: Renderer(family(name)).branching() for name in sorted(STOP)} == {
+        "deepseekv3": [],
         "glm4moe": ["user"],
         "gptoss": ["tool", "user"],
         "lfm2": [],
