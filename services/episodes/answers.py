@@ -25,6 +25,7 @@ class AnswerParser:
 
     def __init__(self, tokenizer: Tokenizer, markers: Mapping[str, str]) -> None:
         self._tokenizer = tokenizer
+        self.vocabulary = len(tokenizer)
         self._reasoning = Reasoning(markers)
         self._marks = sorted({*markers, *markers.values()}, key=len, reverse=True)
         self.decode = TextDecoder(tokenizer, (*MARKERS, *self._marks))

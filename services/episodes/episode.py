@@ -4,16 +4,16 @@ import asyncio
 import dataclasses
 import json
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from prometheus_client import Counter, Histogram
 
 from penstock.services.episodes.answers import AnswerParser
 from penstock.services.episodes.messages import Message
 from penstock.services.episodes.renderer import Renderer, Tools
-from penstock.services.episodes.tree import Segment, Tree, Turn
+from penstock.services.episodes.tree import Segment, Tree, Turn, turn_of
 from penstock.shared.bus.messages import Ended, FinishReason, Int32Array, Prompt, Sample, Sampling
-from penstock.shared.errors import PenstockError
+from penstock.shared.errors import PenstockError, PermanentError
 from penstock.shared.model.tokenizer import clock_of
 from penstock.shared.peers.turns import DrawnTurn
 
@@ -62,6 +62,8 @@ class Answer:
     """The stop text that the message was cut at."""
 
 
+_Place = tuple[Turn | None, Segment, Sequence[Message]]
+"""The turn that a history continues, where its ids end, and the messages between."""
 Draw = Callable[[Int32Array, Sampling, int], Awaitable[DrawnTurn]]
 """Ids, sampling and the number of the turn to what the policy draws after them."""
 
@@ -72,6 +74,8 @@ class Episode:
     def __init__(self, prompt: Prompt, renderer: Renderer, parser: AnswerParser, draw: Draw, limits: Limits) -> None:
         self.prompt = prompt
         self.ended = Ended.STOP
+        self.metrics: Mapping[str, float] = {}
+        """What its agent reports, for the transcript."""
         self._renderer, self._parser, self._draw, self._limits = renderer, parser, draw, limits
         self._tree = Tree()
         self._begun = 0
@@ -98,12 +102,25 @@ class Episode:
             PermanentError: these messages cannot be rendered.
             TemporaryError: no replica can draw it.
         """
+        known = [*_marker(tools), *messages]
+        markers = len(known) - len(messages)
+        return await self._turn(lambda: self._placed(known, markers, tools), max_tokens, stop, has_tools=bool(tools))
+
+    async def answer_tokens(
+        self, token_ids: Int32Array, max_tokens: int | None = None, stop: Sequence[str] = ()
+    ) -> Answer:
+        """Draw what follows token ids, at the turns whose ids they repeat. Raises as :meth:`answer` does."""
+        return await self._turn(lambda: self._placed_tokens(token_ids), max_tokens, stop, has_tools=False)
+
+    async def _turn(
+        self, place: Callable[[], Awaitable[_Place]], max_tokens: int | None, stop: Sequence[str], *, has_tools: bool
+    ) -> Answer:
         if self._begun >= self._limits.turns:
             raise self._over(Ended.TURNS, f"the episode has had its {self._limits.turns} turns (episodes.max_turns)")
         self._begun += 1
         try:
             async with asyncio.timeout(self.left_s):
-                return await self._answer(messages, tools, max_tokens, stop)
+                return await self._answer(place, max_tokens, stop, has_tools=has_tools)
         except TimeoutError as error:
             words = f"the episode has had its {self._limits.deadline_s:g} s (episodes.deadline_s)"
             raise self._over(Ended.DEADLINE, words) from error
@@ -113,11 +130,10 @@ class Episode:
         return len(await asyncio.to_thread(self._renderer.whole, messages, tools, clock_of(self.prompt)))
 
     async def _answer(
-        self, messages: Sequence[Message], tools: Tools, max_tokens: int | None, stop: Sequence[str]
+        self, place: Callable[[], Awaitable[_Place]], max_tokens: int | None, stop: Sequence[str], *, has_tools: bool
     ) -> Answer:
         number, started_s = self._begun, time.monotonic()
-        known = [*_marker(tools), *messages]
-        after, at, before = await self._placed(known, len(known) - len(messages), tools)
+        after, at, before = await place()
         ids, rendered_s = at.path, time.monotonic()
         sampling = self._sampling(len(ids), max_tokens, stop)
         drawn = await self._draw(ids, sampling, number)
@@ -125,16 +141,26 @@ class Episode:
         BEFORE.inc(len(ids))
         CACHED.inc(min(drawn.cached, len(ids)))
         TURN_SECONDS.labels("draw").observe(time.monotonic() - rendered_s)
-        message = self._parser(ids, drawn.token_ids, has_tools=bool(tools))
+        message = self._parser(ids, drawn.token_ids, has_tools=has_tools)
         message, stopped = _cut_at(message, stop)
         answer = Answer(message, drawn.finish_reason, len(ids), drawn, stopped)
         self._last = self._tree.add(at, drawn, after, before, message)
         self._turns.append((self._last, answer, time.monotonic() - started_s))
         return answer
 
-    async def _placed(
-        self, known: Sequence[Message], first: int, tools: Tools
-    ) -> tuple[Turn | None, Segment, Sequence[Message]]:
+    async def _placed_tokens(self, token_ids: Int32Array) -> _Place:
+        if int(token_ids.max()) >= self._parser.vocabulary:
+            raise PermanentError(
+                f"expected token ids under the policy's {self._parser.vocabulary}, found {token_ids.max()}"
+            )
+        self._check_room(len(token_ids))
+        at, _ = self._tree.place(token_ids, None)
+        after, given = turn_of(at)
+        if self._tree.turns and after is None:
+            FORKS.labels("history").inc()
+        return after, at, (Message("tokens", self._parser.decode([given])[0]),)
+
+    async def _placed(self, known: Sequence[Message], first: int, tools: Tools) -> _Place:
         """Return the turn that a history continues, where its ids end, and the messages between; ``first`` of them are
         markers.
         """
@@ -154,9 +180,7 @@ class Episode:
         return after, self._tree.place(whole, None)[0], known[answered:]
 
     def _sampling(self, ids: int, max_tokens: int | None, stop: Sequence[str]) -> Sampling:
-        given, left = self.prompt.sampling, self._limits.context_tokens - ids
-        if left < max(1, given.min_new_tokens):
-            raise self._over(Ended.CONTEXT, f"the episode has {ids} tokens, of {self._limits.context_tokens} at most")
+        given, left = self.prompt.sampling, self._check_room(ids)
         most = max(1, min(left, given.max_new_tokens, max_tokens or given.max_new_tokens))
         return dataclasses.replace(
             given,
@@ -165,6 +189,13 @@ class Episode:
             min_new_tokens=min(most, given.min_new_tokens),
             stop=(*given.stop, *stop),
         )
+
+    def _check_room(self, ids: int) -> int:
+        """Return how many tokens may follow. Raises EpisodeOver."""
+        left = self._limits.context_tokens - ids
+        if left < max(1, self.prompt.sampling.min_new_tokens):
+            raise self._over(Ended.CONTEXT, f"the episode has {ids} tokens, of {self._limits.context_tokens} at most")
+        return left
 
     def _over(self, ended: Ended, message: str) -> EpisodeOver:
         self.ended = ended
@@ -202,7 +233,7 @@ class Episode:
             }
             for turn, answer, seconds in self._turns
         ]
-        return json.dumps({"turns": turns}).encode()
+        return json.dumps({"turns": turns, **({"metrics": self.metrics} if self.metrics else {})}).encode()
 
 
 def _shown(message: Message) -> dict[str, object]:

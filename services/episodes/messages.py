@@ -70,14 +70,18 @@ class Message:
         reasoned = not (self.reasoning and other.reasoning) or self.reasoning.strip() == other.reasoning.strip()
         return self.role == other.role and texts[0] == texts[1] and self.calls == other.calls and reasoned
 
-    def for_template(self) -> dict[str, Any]:
-        """Return the message as chat templates read it."""
+    def for_template(self, *, as_text: bool = False) -> dict[str, Any]:
+        """Return the message as chat templates read it; ``as_text``: with the arguments of calls as JSON text."""
         written: dict[str, Any] = {"role": self.role, "content": self.text}
         if self.reasoning:
             written["reasoning_content"] = self.reasoning
         if self.calls:
             written["tool_calls"] = [
-                {"id": made.id, "type": "function", "function": {"name": made.name, "arguments": made.values}}
+                {
+                    "id": made.id,
+                    "type": "function",
+                    "function": {"name": made.name, "arguments": made.arguments if as_text else made.values},
+                }
                 for made in self.calls
             ]
         if self.role == "tool":

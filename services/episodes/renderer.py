@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.services.episodes.messages import Message, writable
+from penstock.services.episodes.messages import Message, call, writable
 from penstock.shared.bus.messages import Int32Array
 from penstock.shared.errors import PermanentError, SettingsError
 from penstock.shared.model.rendering import chat_template
@@ -50,6 +50,7 @@ class Renderer:
         self._places = re.compile(f"{self._nonce}([0-9]+)x")
         self._recent: dict[str, str] = {}
         self._reads_clock = "strftime_now" in str(tokenizer.chat_template)
+        self._calls_as_text = self._reads_calls_as_text()
         self._end, self.writes_reasoning = self._end_of_answer()
         """What the template writes after an answer, such as ``<|im_end|>``; nothing where the next role's mark ends it."""
 
@@ -98,6 +99,15 @@ class Renderer:
         next_messages = {"tool": Message("tool", "3", name="f"), "user": Message("user", "4")}
         return [role for role, told in next_messages.items() if self.after([*asked, told], 2, (), -1) is None]
 
+    def _reads_calls_as_text(self) -> bool:
+        """Return whether the template reads the arguments of calls as JSON text only, as DeepSeek's does."""
+        asked = [Message("user", "2").for_template(), Message("assistant", calls=(call("f", {"a": 1}),)).for_template()]
+        try:
+            self._render(asked, (), {}, None)
+        except chat_template.TemplateFailed:
+            return True
+        return False
+
     def _end_of_answer(self) -> tuple[str, bool]:
         """Return what follows an answer, and whether its reasoning precedes it."""
         turns = [Message("user", "2"), Message("assistant", _ANSWER, reasoning=_BECAUSE)]
@@ -131,9 +141,8 @@ class Renderer:
         return text
 
     def _hide(self, messages: Sequence[Message], hidden: dict[str, int]) -> list[dict[str, Any]]:
-        return [
-            {**self._hide_value(turn, hidden), "role": turn["role"]} for turn in (m.for_template() for m in messages)
-        ]
+        turns = (message.for_template(as_text=self._calls_as_text) for message in messages)
+        return [{**self._hide_value(turn, hidden), "role": turn["role"]} for turn in turns]
 
     def _hide_value(self, value: Any, hidden: dict[str, int]) -> Any:
         """Return a value whose texts with control tokens are numbers in ``hidden``."""

@@ -137,7 +137,7 @@ async def run(settings: Settings, replica: str) -> None:
     """Serve until SIGTERM."""
     if not settings.episodes.is_on:
         raise SettingsError(
-            "expected episodes.environment, episodes.tools or episodes.agent for this service, found none: set one of them"
+            "expected episodes.environment, tools, agent or agent_url for this service, found none: set one of them"
         )
     async with serve(settings, "episodes", replica) as context, contextlib.AsyncExitStack() as around:
         context.status.start.begin("loading the tokenizer")
@@ -147,7 +147,8 @@ async def run(settings: Settings, replica: str) -> None:
         context.status.start.begin(f"loading {settings.episodes.name}")
         hosts = Hosts(settings.episodes)
         around.push_async_callback(hosts.close)
-        await hosts.open()
+        if not settings.episodes.agent_url:
+            await hosts.open()
         await _note_functions(context)
         replicas = Replicas(context.bus, context.secret)
         async with _driver(context, hosts, policy.context_tokens) as driver:
@@ -158,18 +159,22 @@ async def run(settings: Settings, replica: str) -> None:
 async def _driver(context: Context, hosts: Hosts, tokens: int) -> AsyncIterator[Driver]:
     """Yield what plays episodes; with an agent, the endpoint is open during the body."""
     settings, answer_field = context.settings, context.settings.data.answer_field
-    if not settings.episodes.agent:
+    if not settings.episodes.has_agent:
         yield ToolLoop(settings.episodes, hosts, answer_field)
         return
-    from penstock.services.episodes.drivers.agent import AgentPlayer
+    from penstock.services.episodes.drivers.agent import AgentFunction, AgentPlayer
+    from penstock.services.episodes.drivers.agent_server import AgentServer
     from penstock.services.episodes.http.gateway import Gateway
 
     gateway = Gateway(settings.episodes.listen, context.secret, settings.policy.model, tokens)
+    server = AgentServer(settings.episodes) if settings.episodes.agent_url else None
     async with asyncio.TaskGroup() as tasks:
         serving = tasks.create_task(gateway.run())
         try:
-            yield AgentPlayer(settings.episodes, hosts, gateway, answer_field)
+            yield AgentPlayer(server or AgentFunction(settings.episodes, hosts), gateway, answer_field)
         finally:
+            if server is not None:
+                await server.close()
             serving.cancel()
 
 

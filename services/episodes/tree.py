@@ -28,6 +28,8 @@ class Segment:
     token_ids: Int32Array
     drawn: DrawnTurn | None = None
     children: list["Segment"] = dataclasses.field(default_factory=list)
+    turn: "Turn | None" = None
+    """Whose answer it is."""
 
     @property
     def path(self) -> Int32Array:
@@ -121,6 +123,7 @@ class Tree:
         segment = Segment(at, drawn.token_ids, drawn)
         at.children.append(segment)
         turn = Turn(self._drawn, after, tuple(before), answer, segment)
+        segment.turn = turn
         self._drawn += 1
         (self._turns if after is None else after.children).append(turn)
         return turn
@@ -149,6 +152,15 @@ class Tree:
     def rows(self) -> dict[int, int]:
         """Return the row in ``segments`` of each sampled segment, by its identity."""
         return {id(segment): row for row, (segment, _) in enumerate(_rows(self._root)) if segment.drawn is not None}
+
+
+def turn_of(at: Segment) -> tuple[Turn | None, Int32Array]:
+    """Return the last turn on the way to a segment, and the given tokens since."""
+    given = no_ids()
+    segment: Segment | None = at
+    while segment is not None and segment.turn is None:
+        given, segment = np.concatenate([segment.token_ids, given]), segment.parent
+    return (None if segment is None else segment.turn), given
 
 
 def _deepest(at: Segment, token_ids: Int32Array) -> tuple[int, Segment, int]:

@@ -39,6 +39,8 @@ class Tokenizer(Protocol):
     pad_token_id: int | None
     unk_token_id: int | None
 
+    def __len__(self) -> int: ...
+
     def __call__(self, text: str, *, add_special_tokens: bool = True) -> Any:
         """Return tokens, as ``input_ids``."""
 

@@ -1,14 +1,17 @@
 """How completions are drawn, and by what: ``[sampling]``, ``[rollout]``, ``[rollout.vllm]``, ``[episodes]``."""
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from penstock.shared.settings.section import Section
 
 _OBJECT = r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$"
+_HERE = re.compile(r"localhost$|127\.|::1$", re.IGNORECASE)
 
 MOST_KEPT = 256
 """Most tokens that a truncated distribution keeps at a position, besides ties with the last: their ids travel."""
@@ -138,7 +141,7 @@ class RolloutSettings(Section):
 
 
 class EpisodesSettings(Section):
-    """Episodes of several turns (docs/episodes.md). Set environment, tools or agent; sampling.max_new_tokens then limits a turn."""
+    """Episodes of several turns (docs/episodes.md). Set environment, tools, agent or agent_url; sampling.max_new_tokens then limits a turn."""
 
     environment: str = Field(default="", pattern=rf"^$|{_OBJECT}")
     """`package.module:Class` of an environment."""
@@ -146,6 +149,8 @@ class EpisodesSettings(Section):
     """Functions that the policy can call, each `package.module:function`."""
     agent: str = Field(default="", pattern=rf"^$|{_OBJECT}")
     """`package.module:function` of an agent, which asks the policy over HTTP."""
+    agent_url: str = Field(default="", pattern=r"^$|^https?://[^\s@/?#][^\s@]*$")
+    """Where an agent is POSTed each episode, and answers its reward (docs/episodes.md)."""
     max_turns: Annotated[int, Field(ge=1, le=200)] = Field(default=8)
     """Answers in an episode, at most 200."""
     tool_s: PositiveFloat = Field(default=30.0)
@@ -163,12 +168,16 @@ class EpisodesSettings(Section):
 
     @property
     def is_on(self) -> bool:
-        return bool(self.environment or self.tools or self.agent)
+        return bool(self.environment or self.tools or self.has_agent)
+
+    @property
+    def has_agent(self) -> bool:
+        return bool(self.agent or self.agent_url)
 
     @property
     def name(self) -> str:
         """What turns happen in, for prompts and reports."""
-        return self.environment or self.agent or ", ".join(self.tools)
+        return self.environment or self.agent or self.agent_url or ", ".join(self.tools)
 
     def check_beside(self, others: Sequence[str], rewarded: Sequence[str]) -> None:
         """Raise ValueError for settings that do not work with episodes yet, or scorers ``rewarded`` by no environment."""
@@ -176,22 +185,29 @@ class EpisodesSettings(Section):
             raise ValueError(
                 f"expected no {others[0]} with [episodes], which do not work together yet: leave one of them out"
             )
-        if rewarded and not (self.environment or self.agent):
+        if rewarded and not (self.environment or self.has_agent):
             raise ValueError(
-                f"expected episodes.environment or episodes.agent with the scorer {rewarded[0]!r}, whose value is the reward that these "
-                "give: set one of them, or leave the scorer out"
+                f"expected episodes.environment, agent or agent_url with the scorer {rewarded[0]!r}, whose value is the reward that "
+                "these give: set one of them, or leave the scorer out"
             )
 
     @model_validator(mode="after")
     def _agree(self) -> "EpisodesSettings":
-        if self.agent and (self.environment or self.tools):
+        if self.has_agent and (self.environment or self.tools or (self.agent and self.agent_url)):
             raise ValueError(
-                "expected no episodes.environment and episodes.tools with episodes.agent, which calls its own: leave one of them out"
+                f"expected no other of episodes.environment, tools, agent and agent_url with {self.agent or self.agent_url!r}, which "
+                "calls its own tools: leave the others out"
+            )
+        host, agent = self.listen.rpartition(":")[0].strip("[]"), urlsplit(self.agent_url).hostname
+        if agent and not _HERE.match(agent) and (_HERE.match(host) or host in ("0.0.0.0", "::")):  # noqa: S104 (refused)
+            raise ValueError(
+                f"expected an address of this machine in episodes.listen that the agent at {agent} can reach, found {self.listen!r}: "
+                "set it to host:port"
             )
         changed = sorted(name for name, of in type(self).model_fields.items() if getattr(self, name) != of.default)
         if not self.is_on and changed:
             raise ValueError(
-                f"expected episodes.environment, episodes.tools or episodes.agent with episodes.{changed[0]}, which has no effect "
-                "without: set one of them, or leave it out"
+                f"expected episodes.environment, tools, agent or agent_url with episodes.{changed[0]}, which has no effect without: "
+                "set one of them, or leave it out"
             )
         return self

@@ -2,17 +2,19 @@
 
 import asyncio
 import dataclasses
+import json
 import os
 import random
 import re
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from penstock.services.episodes.drivers.agent import AgentPlayer
+from penstock.services.episodes.drivers.agent import AgentFunction, AgentPlayer
+from penstock.services.episodes.drivers.agent_server import AgentServer
 from penstock.services.episodes.drivers.hosts import Hosts
 from penstock.services.episodes.drivers.loop import ToolLoop
 from penstock.services.episodes.http.gateway import Gateway
@@ -35,7 +37,9 @@ from penstock.shared.weights.receiver.puller import Puller
 from tests.conftest import PATIENCE_S, until
 from tests.rollout.test_service import announce
 from tests.support import builders, replicas, weights
+from tests.support.agent_server import HOSTILE, agent_server
 from tests.support.chat_tokenizers import characters
+from tests.support.clients import CLIENTS
 from tests.support.raw_redis import raw
 
 GUESS = "tests.support.guessing:Guess"
@@ -76,6 +80,7 @@ class Player:
         self.hosts = Hosts(made.episodes)
         self.tasks: list[asyncio.Task[Any]] = []
         self.contexts: list[Any] = []
+        self.server: AgentServer | None = None
 
     async def start_replica(self, name: str = "rollout-0") -> asyncio.Task[Any]:
         context = replicas.context(self.settings, self.bus, name, Status())
@@ -90,7 +95,8 @@ class Player:
         return task
 
     async def start(self) -> None:
-        await self.hosts.open()
+        if not self.settings.episodes.agent_url:
+            await self.hosts.open()
         await self.start_replica()
         context = dataclasses.replace(
             replicas.context(self.settings, self.bus, "episodes-0", Status()), service="episodes"
@@ -99,10 +105,11 @@ class Player:
         known = Replicas(self.bus, context.secret)
         policy = Policy.of(self.settings, characters())
         driver: Any = ToolLoop(self.settings.episodes, self.hosts, "answer")
-        if self.settings.episodes.agent:
+        if self.settings.episodes.has_agent:
             gateway = Gateway("127.0.0.1:0", context.secret, "policy", policy.context_tokens)
             self.tasks.append(asyncio.create_task(gateway.run()))
-            driver = AgentPlayer(self.settings.episodes, self.hosts, gateway, "answer")
+            self.server = AgentServer(self.settings.episodes) if self.settings.episodes.agent_url else None
+            driver = AgentPlayer(self.server or AgentFunction(self.settings.episodes, self.hosts), gateway, "answer")
         made = Episodes(self.settings, policy, known, driver, "episodes-0")
         self.tasks.append(asyncio.create_task(work(context, made, known)))
         self.contexts.append(context)
@@ -114,17 +121,20 @@ class Player:
             task.cancel()
         await asyncio.gather(*self.tasks, return_exceptions=True)
         await self.hosts.close()
+        if self.server is not None:
+            await self.server.close()
 
-    async def admit(self, *secrets: int) -> None:
+    async def admit(self, *secrets: int, clients: Sequence[str] = ()) -> None:
         await raw(self.bus).hset(self.bus.keys.named("run"), mapping={"state": "running", "newest_version": 3})
-        prompts = [self.prompt(group, secret) for group, secret in enumerate(secrets)]
+        named = zip(secrets, clients or [""] * len(secrets), strict=True)
+        prompts = [self.prompt(group, secret, client) for group, (secret, client) in enumerate(named)]
         assert await Ledger(self.bus).admit(prompts, 100, 10, 100, PolicyVersion(3)) == len(secrets)
 
-    def prompt(self, group: int, secret: int) -> Prompt:
+    def prompt(self, group: int, secret: int, client: str = "") -> Prompt:
         made = builders.prompt(group, f"guess, row {group}", min_version=3)
         sampling = dataclasses.replace(made.sampling, max_new_tokens=80)
         return dataclasses.replace(
-            made, extra={"secret": secret}, sampling=sampling, environment=self.settings.episodes.name
+            made, extra={"secret": secret, "client": client}, sampling=sampling, environment=self.settings.episodes.name
         )
 
     async def groups(self, count: int) -> list[RolloutGroup]:
@@ -263,15 +273,48 @@ async def test_a_turn_is_drawn_elsewhere_when_its_replica_dies(playing: Any) -> 
     assert {sample.environment_reward for sample in group.samples} == {1.0}
 
 
-@pytest.mark.parametrize("name", ["openai_agent", "responses_agent", "anthropic_agent"])
-async def test_an_agent_with_an_unmodified_sdk_trains_on_the_tokens_that_were_drawn(playing: Any, name: str) -> None:
-    player = await playing(environment="", agent=f"tests.support.guessing:{name}")
+async def test_every_client_whose_history_is_its_own_continues_on_one_path_of_tokens(playing: Any) -> None:
+    clients = [name for name in CLIENTS if name != "smolagents"]  # it writes its calls as texts
+    player = await playing(environment="", agent="tests.support.clients:play")
+    await player.admit(*[5] * len(clients), clients=clients)
+    for client, group in zip(clients, await player.groups(len(clients)), strict=True):
+        for sample in group.samples:
+            assert (sample.environment_reward, sample.ended) == (1.0, Ended.AGENT), client
+            assert sample.segments[:, 1].tolist() == list(range(-1, len(sample.segments) - 1)), client
+            assert len(sample.segments) >= 6
+
+
+async def test_an_agent_behind_a_url_plays_and_gives_the_reward(playing: Any) -> None:
+    with agent_server() as (url, deleted):
+        player = await playing(environment="", agent_url=f"{url}/run")
+        await player.admit(5)
+        (group,) = await player.groups(1)
+    assert {(sample.environment_reward, sample.ended) for sample in group.samples} == {(1.0, Ended.AGENT)}
+    transcripts = [json.loads(sample.transcript) for sample in group.samples]
+    assert [each["metrics"] for each in transcripts] == [{"tries": 3.0}] * 2, "what is no finite number is left out"
+    assert deleted == []
+
+
+@pytest.mark.parametrize("kind", sorted(HOSTILE))
+async def test_an_answer_without_a_reward_is_no_reward_of_zero(playing: Any, kind: str) -> None:
+    with agent_server() as (url, deleted):
+        player = await playing(environment="", agent_url=f"{url}/{kind}", deadline_s=2.0 if kind == "slow" else 600.0)
+        await player.admit(5)
+        reason = (await buried(player, 1))[0]
+    assert HOSTILE[kind][0] in reason
+    assert len(set(deleted)) == 6, "each attempt of both samples is aborted by its own id"
+
+
+async def test_an_agent_that_renders_itself_continues_at_the_tokens_that_it_repeats(playing: Any) -> None:
+    player = await playing(environment="", agent="tests.support.clients:by_tokens")
     await player.admit(5)
     (group,) = await player.groups(1)
     for sample in group.samples:
         assert (sample.environment_reward, sample.ended) == (1.0, Ended.AGENT)
-        assert sample.segments[:, 1].tolist() == list(range(-1, len(sample.segments) - 1)), "its turns are one path"
-        assert len(sample.segments) >= 6
+        assert sample.segments[:, 1].tolist() == list(range(-1, len(sample.segments) - 1))
+        shown = json.loads(sample.transcript)["turns"]
+        assert [turn["after"] for turn in shown] == [None, *range(len(shown) - 1)]
+        assert [turn["messages"][0]["content"][:3] for turn in shown[1:]] == ["t:<", "t:>", "t:="]
 
 
 async def test_the_endpoint_refuses_what_it_cannot_do_and_draws_a_retry_once(playing: Any) -> None:

@@ -14,20 +14,32 @@ TEACHER = {"name": "large", "model": "acme/large"}
     ("tables", "sentence"),
     [
         ({"episodes": {"max_turns": 3}}, "with episodes.max_turns, which has no effect without"),
-        ({"episodes": {**GUESS, "agent": "my:run"}}, "with episodes.agent, which calls its own"),
+        ({"episodes": {**GUESS, "agent": "my:run"}}, "with 'my:run', which calls its own tools"),
+        ({"episodes": {"agent": "my:run", "agent_url": "http://h:1"}}, "with 'my:run', which calls its own tools"),
+        ({"episodes": {"agent_url": "http://user:key@h/run"}}, "should match pattern"),
+        ({"episodes": {"agent_url": "ftp://h/run"}}, "should match pattern"),
+        (
+            {"episodes": {"agent_url": "http://agents:8000/run"}},
+            "in episodes.listen that the agent at agents can reach, found '127.0.0.1:0'",
+        ),
         ({"episodes": {"environment": "my_env"}}, "should match pattern"),
         ({"episodes": GUESS, "reward": {"teachers": [TEACHER]}}, "expected no [[reward.teachers]] with"),
         ({"episodes": GUESS, "run": {"deterministic": "run"}}, 'expected no run.deterministic = "run" with'),
-        ({"reward": {"scorers": [{"kind": "environment"}]}}, "expected episodes.environment or episodes.agent with"),
+        ({"reward": {"scorers": [{"kind": "environment"}]}}, "expected episodes.environment, agent or agent_url with"),
         (
             {"episodes": {"tools": ["my:add"]}, "reward": {"scorers": [{"kind": "environment"}]}},
-            "expected episodes.environment or episodes.agent with",
+            "expected episodes.environment, agent or agent_url with",
         ),
     ],
 )
 def test_what_does_not_work_with_episodes_is_refused_by_name(tables: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence.replace("[", r"\[")):
         Settings.model_validate(tables)
+
+
+def test_an_agent_here_or_that_reaches_the_endpoint_is_accepted() -> None:
+    for agent, listen in (("http://localhost:8000", "127.0.0.1:0"), ("https://agents/run", "trainer.local:8001")):
+        Settings.model_validate({"episodes": {"agent_url": agent, "listen": listen}})
 
 
 def test_an_environment_with_tools_and_its_reward_is_accepted() -> None:

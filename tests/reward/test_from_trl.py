@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from examples.guess.make import NUMBERS, build_policy, build_tokenizer
 from tests.support import forge
 from tests.support.trackers import READERS
 
@@ -18,9 +19,9 @@ EXAMPLE = ROOT / "examples" / "trl"
 RUN = tomllib.loads((EXAMPLE / "run.toml").read_text())
 
 
-def keywords(function: str) -> dict[str, Any]:
-    """Return the arguments of ``function`` in the TRL script; names stay names."""
-    calls = [node for node in ast.walk(ast.parse((EXAMPLE / "train.py").read_text())) if isinstance(node, ast.Call)]
+def keywords(function: str, script: str = (EXAMPLE / "train.py").read_text()) -> dict[str, Any]:
+    """Return the arguments of ``function`` in a TRL script; names stay names."""
+    calls = [node for node in ast.walk(ast.parse(script)) if isinstance(node, ast.Call)]
     call = next(call for call in calls if getattr(call.func, "id", "") == function)
     return {str(word.arg): _literal(word.value) for word in call.keywords}
 
@@ -53,9 +54,47 @@ def test_the_run_has_ten_settings_that_say_what_the_script_says() -> None:
 
 
 def test_the_page_shows_the_example() -> None:
-    shown = re.search(r"```toml\n(.*?)```", (ROOT / "docs" / "from-trl.md").read_text(), re.DOTALL)
-    assert shown is not None
-    assert tomllib.loads(shown[1]) == RUN
+    assert tomllib.loads(shown("toml")[0]) == RUN
+
+
+def shown(language: str) -> list[str]:
+    """The blocks of the page."""
+    return re.findall(rf"```{language}\n(.*?)```", (ROOT / "docs" / "from-trl.md").read_text(), re.DOTALL)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+async def test_a_script_with_an_environment_becomes_a_run_of_eight_settings(tmp_path: Path) -> None:
+    script, settings = shown("python")[1], tomllib.loads(shown("toml")[1])
+    trainer, config = keywords("GRPOTrainer", script), keywords("GRPOConfig", script)
+    assert {
+        "run": {"steps": config["max_steps"]},
+        "policy": {"model": trainer["model"]},
+        "data": {"path": keywords("load_dataset", script)["data_files"]},
+        "episodes": {
+            "environment": f"examples.guess.guess:{trainer['environment_factory']}",
+            "max_turns": config["max_tool_calling_iterations"] + 1,
+        },
+        "sampling": {"group_size": config["num_generations"]},
+        "algorithm": {"groups_per_step": config["per_device_train_batch_size"] // config["num_generations"]},
+        "reward": {"scorers": [{"kind": "environment"}]},
+    } == settings
+    tokenizer = build_tokenizer()
+    build_policy(tokenizer).save_pretrained(tmp_path / "policy")
+    tokenizer.save_pretrained(tmp_path / "policy")
+    (tmp_path / "train.jsonl").write_text("".join(f'{{"prompt": "?", "secret": {number}}}\n' for number in NUMBERS))
+    (tmp_path / "run.toml").write_text(shown("toml")[1])
+    flags = (
+        *(f"--policy.model={tmp_path / 'policy'}", f"--data.path={tmp_path / 'train.jsonl'}", "--policy.dtype=float32"),
+        *("--run.steps=2", "--run.id=trl", f"--run.folder={tmp_path}", "--run.device=cpu", "--run.threads=1"),
+        *("--coordinator.sample_every_steps=1", "--bus.url=embedded", "--sampling.max_new_tokens=1"),
+    )
+    await forge.up([tmp_path / "run.toml", *flags], tmp_path / "up.txt")
+    groups = [json.loads(line) for line in (tmp_path / "trl" / "rollouts.jsonl").read_text().splitlines()]
+    assert len(groups) == 2
+    rewards = [completion["reward"] for group in groups for completion in group["completions"]]
+    assert set(rewards) <= {0.0, 1.0}
+    assert len(rewards) == 16
 
 
 @pytest.mark.slow

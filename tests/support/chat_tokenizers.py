@@ -14,8 +14,30 @@ CONTROL = {
     "qwen2_5": ("<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>"),
     "llama3_1": ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|python_tag|>"),
     "glm4moe": ("[gMASK]", "<sop>", "<|user|>", "<|assistant|>", "<|observation|>", "<think>", "</think>"),
+    "deepseekv3": (
+        "<｜begin▁of▁sentence｜>",
+        "<｜end▁of▁sentence｜>",
+        "<｜User｜>",
+        "<｜Assistant｜>",
+        "<think>",
+        "</think>",
+    ),
+    "lfm2": ("<|startoftext|>", "<|im_start|>", "<|im_end|>", "<|tool_list_start|>", "<|tool_response_start|>"),
+    "gptoss": ("<|startoftext|>", "<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|call|>", "<|return|>"),
+    "nemotron_3_nano": ("<|im_start|>", "<|im_end|>", "<think>", "</think>"),
+    "qwen3_5_think": ("<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>", "<think>", "</think>"),
 }
-STOP = {"qwen3": "<|im_end|>", "qwen2_5": "<|im_end|>", "llama3_1": "<|eot_id|>", "glm4moe": "<|user|>"}
+STOP = {
+    "qwen3": "<|im_end|>",
+    "qwen2_5": "<|im_end|>",
+    "llama3_1": "<|eot_id|>",
+    "glm4moe": "<|user|>",
+    "deepseekv3": "<｜end▁of▁sentence｜>",
+    "lfm2": "<|im_end|>",
+    "gptoss": "<|return|>",
+    "nemotron_3_nano": "<|im_end|>",
+    "qwen3_5_think": "<|im_end|>",
+}
 _TEXT = 'the tool says that a number was {"name": "add", "arguments": {"a": 1, "b": 22}} not and is, result: 345 ' * 40
 
 

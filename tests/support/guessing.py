@@ -6,6 +6,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from tests.support.clients import TOOL
+
 KEYS = "keys-{}.txt"
 """In the folder of its row: the endpoints and keys of a process's episodes, by its id."""
 
@@ -74,34 +76,6 @@ def add(a: int, b: int) -> int:
     return a + b
 
 
-async def openai_agent(task: str, base_url: str, api_key: str, secret: int) -> float:
-    """Guess by the OpenAI SDK, in one history; once streamed."""
-    from openai import AsyncOpenAI
-
-    async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
-        models = await client.models.list()
-        messages: list[Any] = [{"role": "user", "content": task}]
-        for turn in range(5):
-            if turn == 1:
-                text, calls = "", list[Any]()
-                async for chunk in await client.chat.completions.create(
-                    model=models.data[0].id, messages=messages, tools=[TOOL], stream=True
-                ):
-                    for choice in chunk.choices:
-                        text += choice.delta.content or ""
-                        calls += choice.delta.tool_calls or []
-            else:
-                answer = await client.chat.completions.create(model="any", messages=messages, tools=[TOOL])
-                text, calls = answer.choices[0].message.content or "", answer.choices[0].message.tool_calls or []
-            if not calls:
-                return float(text == "done")
-            said = {"id": calls[0].id, "type": "function", "function": calls[0].function.model_dump()}
-            messages.append({"role": "assistant", "content": None, "tool_calls": [said]})
-            hint = _hint(json.loads(calls[0].function.arguments)["number"], secret)
-            messages.append({"role": "tool", "tool_call_id": calls[0].id, "content": hint})
-    return 0.0
-
-
 async def recording_agent(task: Any, base_url: str, api_key: str, secret: int, folder: str) -> float:
     """Guess by plain HTTP, four times at most; record the key."""
     import httpx
@@ -116,61 +90,11 @@ async def recording_agent(task: Any, base_url: str, api_key: str, secret: int, f
             said = answer.raise_for_status().json()["choices"][0]["message"]
             if not said.get("tool_calls"):
                 return 0.0
-            hint = _hint(json.loads(said["tool_calls"][0]["function"]["arguments"])["number"], secret)
+            number = json.loads(said["tool_calls"][0]["function"]["arguments"])["number"]
+            hint = "=" if number == secret else "<" if secret < number else ">"
             if hint == "=":
                 return 1.0
             messages += [said, {"role": "tool", "tool_call_id": said["tool_calls"][0]["id"], "content": hint}]
-    return 0.0
-
-
-async def responses_agent(task: str, base_url: str, api_key: str, secret: int) -> dict[str, float]:
-    """Guess by the OpenAI SDK's Responses."""
-    from openai import AsyncOpenAI
-
-    async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
-        items: list[Any] = [{"role": "user", "content": task}]
-        tool: Any = {"type": "function", **TOOL["function"], "strict": False}
-        for turn in range(5):
-            if turn == 1:
-                async with client.responses.stream(model="any", input=items, tools=[tool]) as stream:
-                    response: Any = await stream.get_final_response()
-            else:
-                response = await client.responses.create(model="any", input=items, tools=[tool])
-            calls = [item for item in response.output if item.type == "function_call"]
-            if not calls:
-                return {"reward": float(response.output_text == "done")}
-            items.append({"type": "function_call", **calls[0].model_dump(include={"name", "arguments", "call_id"})})
-            hint = _hint(json.loads(calls[0].arguments)["number"], secret)
-            items.append({"type": "function_call_output", "call_id": calls[0].call_id, "output": hint})
-    return {"reward": 0.0}
-
-
-def anthropic_agent(task: str, base_url: str, api_key: str, secret: int) -> float:
-    """Guess by Anthropic's SDK, not async."""
-    from anthropic import Anthropic
-
-    tool: Any = {"name": "guess", "input_schema": TOOL["function"]["parameters"]}
-    with Anthropic(base_url=base_url.removesuffix("/v1"), auth_token=api_key) as client:
-        messages: list[Any] = [{"role": "user", "content": task}]
-        counted = client.messages.count_tokens(model="any", messages=messages, tools=[tool]).input_tokens
-        for turn in range(5):
-            if turn == 1:
-                with client.messages.stream(model="any", max_tokens=500, messages=messages, tools=[tool]) as stream:
-                    answer: Any = stream.get_final_message()
-            else:
-                answer = client.messages.create(model="any", max_tokens=500, messages=messages, tools=[tool])
-            if turn == 0 and answer.usage.input_tokens != counted:
-                return -1.0
-            messages.append({"role": "assistant", "content": [block.model_dump() for block in answer.content]})
-            calls: list[Any] = [block for block in answer.content if block.type == "tool_use"]
-            if not calls:
-                return float(answer.content[0].text == "done")
-            result = {
-                "type": "tool_result",
-                "tool_use_id": calls[0].id,
-                "content": _hint(calls[0].input["number"], secret),
-            }
-            messages.append({"role": "user", "content": [result]})
     return 0.0
 
 
@@ -214,17 +138,3 @@ async def hostile_agent(task: str, base_url: str, api_key: str) -> float:
         ]
     expected = [status for *_, status in cases]
     return float(statuses == expected and texts[0] == texts[1] != texts[2] == texts[3])
-
-
-TOOL: Any = {
-    "type": "function",
-    "function": {
-        "name": "guess",
-        "description": "Guess.",
-        "parameters": {"type": "object", "properties": {"number": {"type": "integer"}}, "required": ["number"]},
-    },
-}
-
-
-def _hint(number: int, secret: int) -> str:
-    return "=" if number == secret else "<" if secret < number else ">"

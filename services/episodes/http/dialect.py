@@ -8,6 +8,7 @@ from prometheus_client import Counter
 
 from penstock.services.episodes.episode import Answer
 from penstock.services.episodes.messages import Message
+from penstock.shared.bus.messages import Int32Array
 
 IGNORED = Counter(
     "penstock_episodes_ignored_total",
@@ -43,6 +44,8 @@ class Question:
     stop: Sequence[str] = ()
     answers: int = 1
     stream: bool = False
+    token_ids: Int32Array | None = None
+    """Instead of messages."""
 
 
 class Dialect(Protocol):
@@ -55,13 +58,13 @@ class Dialect(Protocol):
         """Yield events as (name, or "", and data)."""
 
 
-def check(body: Mapping[str, Any]) -> None:
+def check(body: Mapping[str, Any], refused: Sequence[str] = (), ignored: Sequence[str] = ()) -> None:
     """Refuse what would change the distribution, and count what is ignored. Raises BadRequest."""
-    for name in _REFUSED:
+    for name in (*_REFUSED, *refused):
         value = body.get(name)
         if value and not (name == "response_format" and value == {"type": "text"}):
             raise BadRequest(f"expected no {name}, which would change what the policy can draw: leave it out")
-    for name in _IGNORED:
+    for name in (*_IGNORED, *ignored):
         if body.get(name) is not None:
             IGNORED.labels(name).inc()
 

@@ -3,6 +3,7 @@
 ::
 
     POST /v1/chat/completions   POST /v1/messages, /v1/messages/count_tokens   POST /v1/responses   GET /v1/models
+    POST /inference/v1/generate
 
 The key is an ``Authorization: Bearer`` or an ``x-api-key``. It sets no reward: outcomes travel between the service and its
 own processes. A retry of the same request, by ``Idempotency-Key`` or as SDKs mark it, gets the same answer. An episode that
@@ -30,6 +31,7 @@ from penstock.services.episodes.http.anthropic import Anthropic
 from penstock.services.episodes.http.chat import Chat
 from penstock.services.episodes.http.dialect import BadRequest, Dialect, Question
 from penstock.services.episodes.http.responses import Responses
+from penstock.services.episodes.http.tokens import Tokens
 from penstock.services.episodes.messages import Message, parse
 from penstock.shared.bus.messages import FinishReason, no_ids, no_logprobs
 from penstock.shared.errors import PermanentError, TemporaryError
@@ -46,6 +48,7 @@ _DIALECTS: Mapping[str, Dialect] = {
     "/v1/chat/completions": Chat(),
     "/v1/messages": Anthropic(),
     "/v1/responses": Responses(),
+    "/inference/v1/generate": Tokens(),
 }
 
 
@@ -158,6 +161,8 @@ class Gateway:
 async def _answers(episode: Episode, question: Question) -> list[Answer]:
     async def draw() -> Answer:
         try:
+            if question.token_ids is not None:
+                return await episode.answer_tokens(question.token_ids, question.max_tokens, question.stop)
             return await episode.answer(question.messages, question.tools, question.max_tokens, question.stop)
         except EpisodeOver:
             return _NOTHING
