@@ -131,7 +131,7 @@ async def run(settings: Settings, replica: str) -> None:
     """Serve until SIGTERM."""
     if not settings.episodes.is_on:
         raise SettingsError(
-            "expected episodes.environment, episodes.tools or episodes.agent for this service, found none: set one of them"
+            "expected episodes.environment, openenv, tools, mcp, agent or verifiers for this service, found none: set one of them"
         )
     async with serve(settings, "episodes", replica) as context, contextlib.AsyncExitStack() as around:
         context.status.start.begin("loading the tokenizer")
@@ -152,7 +152,7 @@ async def run(settings: Settings, replica: str) -> None:
 async def _driver(context: Context, hosts: Hosts, tokens: int) -> AsyncIterator[Driver]:
     """Yield what plays episodes; with an agent, the endpoint is open during the body."""
     settings, answer_field = context.settings, context.settings.data.answer_field
-    if not settings.episodes.agent:
+    if not settings.episodes.has_agent:
         yield ToolLoop(settings.episodes, hosts, answer_field)
         return
     from penstock.services.episodes.drivers.agent import AgentPlayer

@@ -61,7 +61,7 @@ def settings(**changes: Any) -> Settings:
             "weights": {"deadline_s": PATIENCE_S},
             "bus": {"drain_s": 0.2},
             "internal": {"claim_after_s": 0.6, "max_attempts": 3, "heartbeat_s": 0.05},
-            "reward": {"scorers": [{"kind": "environment"}]} if "tools" not in changes else {},
+            "reward": {"scorers": [{"kind": "environment"}]} if {"tools", "mcp"}.isdisjoint(changes) else {},
         }
     )
 
@@ -98,7 +98,7 @@ class Player:
         known = Replicas(self.bus, context.secret)
         policy = Policy.of(self.settings, characters())
         driver: Any = ToolLoop(self.settings.episodes, self.hosts, "answer")
-        if self.settings.episodes.agent:
+        if self.settings.episodes.has_agent:
             gateway = Gateway("127.0.0.1:0", context.secret, "policy", policy.context_tokens)
             self.tasks.append(asyncio.create_task(gateway.run()))
             driver = AgentPlayer(self.settings.episodes, self.hosts, gateway, "answer")

@@ -13,14 +13,23 @@ GUESS = {"environment": "my_env:Guess"}
     ("tables", "sentence"),
     [
         ({"episodes": {"max_turns": 3}}, "with episodes.max_turns, which has no effect without"),
-        ({"episodes": {**GUESS, "agent": "my:run"}}, "with episodes.agent, which calls its own"),
+        ({"episodes": {**GUESS, "agent": "my:run"}}, "expected one of episodes.environment and episodes.agent"),
+        (
+            {"episodes": {"verifiers": "tcp://a:1", "mcp": ["serve"]}},
+            "expected no episodes.mcp with episodes.verifiers",
+        ),
+        ({"episodes": {"openenv": "example.org"}}, "should match pattern"),
+        ({"episodes": {"verifiers": "http://a:1"}}, "should match pattern"),
         ({"episodes": {"environment": "my_env"}}, "should match pattern"),
         ({"episodes": GUESS, "evaluation": {"path": "held.jsonl"}}, "expected no evaluation.path with"),
         ({"episodes": GUESS, "run": {"deterministic": "run"}}, 'expected no run.deterministic = "run" with'),
-        ({"reward": {"scorers": [{"kind": "environment"}]}}, "expected episodes.environment or episodes.agent with"),
+        (
+            {"reward": {"scorers": [{"kind": "environment"}]}},
+            "expected episodes.environment, openenv, agent or verifiers with",
+        ),
         (
             {"episodes": {"tools": ["my:add"]}, "reward": {"scorers": [{"kind": "environment"}]}},
-            "expected episodes.environment or episodes.agent with",
+            "expected episodes.environment, openenv, agent or verifiers with",
         ),
     ],
 )
