@@ -1,3 +1,4 @@
+# mypy: disable-error-code="misc,untyped-decorator"
 """OpenEnv servers of tests, for a Python that has openenv-core: ``python openenv_server.py guess | tools PORT``."""
 
 import asyncio

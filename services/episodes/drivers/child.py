@@ -55,6 +55,10 @@ class Code:
         resolved = {name: pkgutil.resolve_name(name) for name in named["tools"]}
         self.functions = {name.rpartition(":")[2].rpartition(".")[2]: function for name, function in resolved.items()}
         self.agent = pkgutil.resolve_name(named["agent"]) if named["agent"] else None
+        if named["verifiers"]:
+            from penstock.services.episodes.drivers.verifiers import EnvServer
+
+            self.agent = EnvServer(named["verifiers"], named["deadline_s"]).run
         called = {**resolved, **({named["agent"]: self.agent} if named["agent"] else {})}
         if wrong := [name for name, function in called.items() if not callable(function)]:
             raise ValueError(f"expected a function as {wrong[0]}, found {type(called[wrong[0]]).__name__}")
