@@ -23,7 +23,7 @@ class Sum(vf.Task[Row]):
     async def right(self, trace: Any) -> float:
         if self.data.secret == -3:
             raise RuntimeError("no judge is free")
-        return 2.0 * (trace.last_reply == str(self.data.secret))
+        return 2.0 * bool(trace.last_reply == str(self.data.secret))
 
 
 class Sums(vf.Taskset[Sum]):
@@ -40,9 +40,9 @@ class Asking(vf.Harness[vf.HarnessConfig]):
     async def launch(
         self, ctx: Any, trace: Any, runtime: Any, endpoint: str, secret: str, mcp_urls: Any, data: Any, **_: Any
     ) -> ProgramResult:
-        messages = [{"role": "user", "content": data.prompt}]
+        messages: list[Any] = [{"role": "user", "content": data.prompt}]
         async with httpx.AsyncClient(timeout=600.0) as client:
-            for _ in range(2):
+            for _turn in range(2):
                 response = await client.post(
                     f"{endpoint}/chat/completions",
                     json={"model": ctx.model, "messages": messages},
