@@ -1,6 +1,7 @@
 """Tools of real MCP servers, in episodes on a real bus; the policy is scripted."""
 
 import asyncio
+import contextlib
 import re
 import shlex
 import sys
@@ -8,19 +9,24 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from penstock.services.episodes.drivers.hosts import Hosts
 from penstock.services.episodes.drivers.mcp import Servers
 from penstock.shared.bus.bus import Bus
-from penstock.shared.errors import SettingsError
+from penstock.shared.errors import SettingsError, TemporaryError
 from tests.conftest import PATIENCE_S
 from tests.episodes.test_service import Player, buried, settings
 from tests.rollout.test_service import announce
 from tests.support.chat_tokenizers import characters
 from tests.support.environments import served
+from tests.support.waits import until
 
 SERVER = Path(__file__).parents[1] / "support" / "mcp_server.py"
+
+
+GZIP = "Content-Type: application/json\r\nContent-Encoding: gzip"
 
 
 def command(*arguments: str) -> str:
@@ -79,11 +85,48 @@ async def test_a_server_over_http_is_called_until_it_ends(playing: Any, over_htt
     (group,) = await player.groups(1)
     assert {sample.text for sample in group.samples} == {"fine"}
     sessions = Servers([over_http], PATIENCE_S, PATIENCE_S).sessions()
-    await asyncio.to_thread(sessions.open)
-    for _ in range(2):
-        with pytest.raises(ConnectionError, match="the MCP server"):
-            await asyncio.to_thread(sessions.tools()["misbehave"], how="die")
-    sessions.close()
+    for how in ("flood", "die"):
+        await asyncio.to_thread(sessions.open)
+        with pytest.raises((ConnectionError, TemporaryError), match="the MCP server"):
+            await asyncio.to_thread(sessions.tools()["misbehave"], how=how)
+        sessions.close()
+
+
+@pytest.mark.parametrize("head", ["Content-Type: application/json", "Content-Type: text/event-stream", GZIP])
+async def test_an_answer_without_end_is_not_read_to_it(head: str) -> None:
+    sent: list[int] = []
+
+    async def flood(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        sent.append(0)
+        with contextlib.suppress(ConnectionError):
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(f"HTTP/1.1 200 OK\r\n{head}\r\n\r\n".encode())
+            while sent[-1] < 1 << 28:
+                writer.write(b"x" * 65_536)
+                await writer.drain()
+                sent[-1] += 65_536
+        writer.close()
+
+    async with await asyncio.start_server(flood, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        sessions = Servers([f"http://127.0.0.1:{port}/mcp"], PATIENCE_S, PATIENCE_S).sessions()
+        with pytest.raises((ConnectionError, TemporaryError), match="the MCP server"):
+            await asyncio.to_thread(sessions.open)
+        assert 0 < len(sent) < 10
+        assert max(sent) < 1 << 26
+
+
+async def test_a_server_ends_with_the_process_that_started_it() -> None:
+    hosts = Hosts(settings(environment="", mcp=[command("stdio")]).episodes)
+    await hosts.open()
+    async with hosts.place("episode") as (host, slot):
+        await host.ask(slot, "reset", PATIENCE_S, "setup_s", row={})
+        assert host._process is not None
+        servers = psutil.Process(host._process.pid).children(recursive=True)
+        assert [str(SERVER) in server.cmdline() for server in servers] == [True]
+        host._process.kill()
+        await until(lambda: not any(server.is_running() for server in servers))
+    await hosts.close()
 
 
 MISBEHAVED = {

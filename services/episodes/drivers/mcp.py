@@ -296,8 +296,8 @@ async def _stdio(command: Sequence[str]) -> AsyncIterator[Any]:
         finally:
             reading.cancel()
             writing.cancel()
-            await asyncio.gather(reading, writing, return_exceptions=True)
             with anyio.CancelScope(shield=True):
+                await asyncio.gather(reading, writing, return_exceptions=True)
                 await _end(process)
 
 
