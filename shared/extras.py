@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 _REQUIREMENT = re.compile(r"""([\w.-]+)(?:\[([\w,-]+)\])?.*;.*\bextra\s*==\s*['"]([\w-]+)['"]""")
-_BROUGHT_BY = {"tokenizers": "transformers", "flash_attn": "flash-attn-4", "sympy": "math-verify"}
+_BROUGHT_BY = {"tokenizers": "transformers", "flash_attn": "flash-attn-4", "sympy": "math-verify", "zmq": "pyzmq"}
 """Packages that no extra names, by what brings them."""
 _NAME = "penstock"
 _ROOT = Path(__file__).parents[2]

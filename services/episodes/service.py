@@ -137,7 +137,8 @@ async def run(settings: Settings, replica: str) -> None:
     """Serve until SIGTERM."""
     if not settings.episodes.is_on:
         raise SettingsError(
-            "expected episodes.environment, tools, agent or agent_url for this service, found none: set one of them"
+            "expected episodes.environment, openenv, tools, mcp, agent, agent_url or verifiers for this service, found none: set one of "
+            "them"
         )
     async with serve(settings, "episodes", replica) as context, contextlib.AsyncExitStack() as around:
         context.status.start.begin("loading the tokenizer")

@@ -14,6 +14,7 @@ from penstock.shared.preflight.node import driver
 from penstock.shared.settings import Settings
 from penstock.shared.settings.rewards.models import ModelScorer
 from penstock.shared.settings.rewards.scorers import AnswerScorer, FormatScorer
+from penstock.shared.settings.rollout import EpisodesSettings
 
 _IMPORT_S = 120.0
 """Longest import of the user's functions; the service that calls them has its own limit."""
@@ -72,13 +73,23 @@ def _packages(settings: Settings) -> Iterator[tuple[str, str]]:
     if settings.rollout.engine == "vllm":
         yield "vllm", 'rollout.engine = "vllm"'
     yield "regex", "the reward service"
-    if settings.episodes.is_on:
-        yield "jinja2", "[episodes]"
+    yield from ((package, "[episodes]") for package in _of_episodes(settings.episodes))
     for scorer in settings.reward.scorers:
         if isinstance(scorer, AnswerScorer) and scorer.mode == "math":
             yield "math_verify", f"scorer {scorer.name!r}"
         if isinstance(scorer, FormatScorer) and scorer.json_schema:
             yield "jsonschema", f"scorer {scorer.name!r}"
+
+
+def _of_episodes(episodes: EpisodesSettings) -> Iterator[str]:
+    if episodes.is_on:
+        yield "jinja2"
+    if episodes.mcp:
+        yield "mcp"
+    if episodes.openenv:
+        yield "websockets"
+    if episodes.verifiers:
+        yield "zmq"
 
 
 def check_device(settings: Settings, gpus: int) -> None:

@@ -141,16 +141,23 @@ class RolloutSettings(Section):
 
 
 class EpisodesSettings(Section):
-    """Episodes of several turns (docs/episodes.md). Set environment, tools, agent or agent_url; sampling.max_new_tokens then limits a turn."""
+    """Episodes of several turns (docs/episodes.md). Set environment, openenv, tools, mcp, agent, agent_url or verifiers;
+    sampling.max_new_tokens then limits a turn."""
 
     environment: str = Field(default="", pattern=rf"^$|{_OBJECT}")
     """`package.module:Class` of an environment."""
     tools: tuple[Annotated[str, Field(pattern=_OBJECT)], ...] = Field(default=())
     """Functions that the policy can call, each `package.module:function`."""
+    mcp: tuple[Annotated[str, Field(pattern=r"\S")], ...] = Field(default=())
+    """MCP servers whose tools the policy can call: commands, or URLs (http, https) of streamable HTTP."""
+    openenv: str = Field(default="", pattern=r"^$|^https?://[^/@\s]+")
+    """URL of an OpenEnv server, whose environment takes the place of `environment`."""
     agent: str = Field(default="", pattern=rf"^$|{_OBJECT}")
     """`package.module:function` of an agent, which asks the policy over HTTP."""
     agent_url: str = Field(default="", pattern=r"^$|^https?://[^\s@/?#][^\s@]*$")
     """Where an agent is POSTed each episode, and answers its reward (docs/episodes.md)."""
+    verifiers: str = Field(default="", pattern=r"^$|^tcp://[^/\s]+:[0-9]+$|^ipc:///\S+$")
+    """Address of an EnvServer of verifiers, `tcp://host:port`, which plays the agent."""
     max_turns: Annotated[int, Field(ge=1, le=200)] = Field(default=8)
     """Answers in an episode, at most 200."""
     tool_s: PositiveFloat = Field(default=30.0)
@@ -168,16 +175,32 @@ class EpisodesSettings(Section):
 
     @property
     def is_on(self) -> bool:
-        return bool(self.environment or self.tools or self.has_agent)
+        return bool(self.name)
 
     @property
     def has_agent(self) -> bool:
-        return bool(self.agent or self.agent_url)
+        """Whether the policy is asked over HTTP."""
+        return bool(self.agent or self.agent_url or self.verifiers)
+
+    @property
+    def has_environment(self) -> bool:
+        return bool(self.environment or self.openenv)
+
+    @property
+    def keeps_state(self) -> bool:
+        """Whether a call of a tool may change what later calls answer, so that a call is made once."""
+        return bool(self.has_environment or self.mcp)
+
+    @property
+    def patience_s(self) -> float:
+        """Seconds after tool_s or setup_s until a process is killed: servers beyond it are first given up there."""
+        return 20.0 if self.mcp or self.openenv else 0.0
 
     @property
     def name(self) -> str:
         """What turns happen in, for prompts and reports."""
-        return self.environment or self.agent or self.agent_url or ", ".join(self.tools)
+        player = self.environment or self.openenv or self.agent or self.agent_url or self.verifiers
+        return player or ", ".join((*self.tools, *self.mcp))
 
     def check_beside(self, others: Sequence[str], rewarded: Sequence[str]) -> None:
         """Raise ValueError for settings that do not work with episodes yet, or scorers ``rewarded`` by no environment."""
@@ -185,18 +208,23 @@ class EpisodesSettings(Section):
             raise ValueError(
                 f"expected no {others[0]} with [episodes], which do not work together yet: leave one of them out"
             )
-        if rewarded and not (self.environment or self.has_agent):
+        if rewarded and not (self.has_environment or self.has_agent):
             raise ValueError(
-                f"expected episodes.environment, agent or agent_url with the scorer {rewarded[0]!r}, whose value is the reward that "
-                "these give: set one of them, or leave the scorer out"
+                f"expected episodes.environment, openenv, agent, agent_url or verifiers with the scorer {rewarded[0]!r}, whose value is "
+                "the reward that these give: set one of them, or leave the scorer out"
             )
 
     @model_validator(mode="after")
     def _agree(self) -> "EpisodesSettings":
-        if self.has_agent and (self.environment or self.tools or (self.agent and self.agent_url)):
+        players = [
+            name for name in ("environment", "openenv", "agent", "agent_url", "verifiers") if getattr(self, name)
+        ]
+        if len(players) > 1:
+            raise ValueError(f"expected one of episodes.{players[0]} and episodes.{players[1]}: leave one of them out")
+        if self.has_agent and (self.tools or self.mcp):
             raise ValueError(
-                f"expected no other of episodes.environment, tools, agent and agent_url with {self.agent or self.agent_url!r}, which "
-                "calls its own tools: leave the others out"
+                f"expected no episodes.{'tools' if self.tools else 'mcp'} with episodes.{players[0]}, which calls its own: leave one of "
+                "them out"
             )
         host, agent = self.listen.rpartition(":")[0].strip("[]"), urlsplit(self.agent_url).hostname
         if agent and not _HERE.match(agent) and (_HERE.match(host) or host in ("0.0.0.0", "::")):  # noqa: S104 (refused)
@@ -207,7 +235,7 @@ class EpisodesSettings(Section):
         changed = sorted(name for name, of in type(self).model_fields.items() if getattr(self, name) != of.default)
         if not self.is_on and changed:
             raise ValueError(
-                f"expected episodes.environment, tools, agent or agent_url with episodes.{changed[0]}, which has no effect without: "
-                "set one of them, or leave it out"
+                f"expected episodes.environment, openenv, tools, mcp, agent, agent_url or verifiers with episodes.{changed[0]}, which has "
+                "no effect without: set one of them, or leave it out"
             )
         return self

@@ -66,7 +66,7 @@ def settings(**changes: Any) -> Settings:
             "weights": {"deadline_s": PATIENCE_S},
             "bus": {"drain_s": 0.2},
             "internal": {"claim_after_s": 0.6, "max_attempts": 3, "heartbeat_s": 0.05},
-            "reward": {"scorers": [{"kind": "environment"}]} if "tools" not in changes else {},
+            "reward": {"scorers": [{"kind": "environment"}]} if {"tools", "mcp"}.isdisjoint(changes) else {},
         }
     )
 

@@ -7,28 +7,38 @@ import pytest
 from penstock.shared.settings import Settings
 
 GUESS = {"environment": "my_env:Guess"}
-TEACHER = {"name": "large", "model": "acme/large"}
 
 
 @pytest.mark.parametrize(
     ("tables", "sentence"),
     [
         ({"episodes": {"max_turns": 3}}, "with episodes.max_turns, which has no effect without"),
-        ({"episodes": {**GUESS, "agent": "my:run"}}, "with 'my:run', which calls its own tools"),
-        ({"episodes": {"agent": "my:run", "agent_url": "http://h:1"}}, "with 'my:run', which calls its own tools"),
+        ({"episodes": {**GUESS, "agent": "my:run"}}, "expected one of episodes.environment and episodes.agent"),
+        (
+            {"episodes": {"agent": "my:run", "agent_url": "http://h:1"}},
+            "expected one of episodes.agent and episodes.agent_url",
+        ),
         ({"episodes": {"agent_url": "http://user:key@h/run"}}, "should match pattern"),
         ({"episodes": {"agent_url": "ftp://h/run"}}, "should match pattern"),
         (
             {"episodes": {"agent_url": "http://agents:8000/run"}},
             "in episodes.listen that the agent at agents can reach, found '127.0.0.1:0'",
         ),
+        (
+            {"episodes": {"verifiers": "tcp://a:1", "mcp": ["serve"]}},
+            "expected no episodes.mcp with episodes.verifiers",
+        ),
+        ({"episodes": {"openenv": "example.org"}}, "should match pattern"),
+        ({"episodes": {"verifiers": "http://a:1"}}, "should match pattern"),
         ({"episodes": {"environment": "my_env"}}, "should match pattern"),
-        ({"episodes": GUESS, "reward": {"teachers": [TEACHER]}}, "expected no [[reward.teachers]] with"),
         ({"episodes": GUESS, "run": {"deterministic": "run"}}, 'expected no run.deterministic = "run" with'),
-        ({"reward": {"scorers": [{"kind": "environment"}]}}, "expected episodes.environment, agent or agent_url with"),
+        (
+            {"reward": {"scorers": [{"kind": "environment"}]}},
+            "expected episodes.environment, openenv, agent, agent_url or verifiers with",
+        ),
         (
             {"episodes": {"tools": ["my:add"]}, "reward": {"scorers": [{"kind": "environment"}]}},
-            "expected episodes.environment, agent or agent_url with",
+            "expected episodes.environment, openenv, agent, agent_url or verifiers with",
         ),
     ],
 )

@@ -2,8 +2,8 @@
 
 ::
 
-    arguments        JSON of {"environment", "tools", "agent"}, and the parent's process id
-    standard input   {"id", "slot", "do": "reset" | "call" | "reward" | "run", "with": …} per line
+    arguments        JSON of {"environment", "tools", "agent", …}, and the parent's process id
+    standard input   {"id", "slot", "do": "reset" | "call" | "reward" | "run" | "close", "with": …} per line
     standard output  {"ready": true} or {"ready": false, "error"}; then per question {"id", "value"}, {"id", "value", "done"}
                      of a call, or {"id", "temporary": why} where the same may work later
 
@@ -12,6 +12,7 @@ answer.
 """
 
 import asyncio
+import functools
 import inspect
 import json
 import math
@@ -23,10 +24,13 @@ import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from penstock.shared.errors import TemporaryError
 from penstock.shared.process.parent import close_standard_streams, confine
+
+if TYPE_CHECKING:
+    from penstock.services.episodes.drivers.mcp import Servers
 
 HIDDEN = frozenset(("reset", "get_reward", "close"))
 """Public methods of an environment that are no tools."""
@@ -40,30 +44,68 @@ class Code:
 
     def __init__(self, named: Mapping[str, Any]) -> None:
         self.environment = pkgutil.resolve_name(named["environment"]) if named["environment"] else None
-        if self.environment is not None and not callable(getattr(self.environment, "reset", None)):
+        self.servers = _servers(named)
+        self.is_elsewhere = bool(named["openenv"])
+        if self.is_elsewhere:
+            from penstock.services.episodes.drivers.openenv import OpenEnv
+
+            self.environment = functools.partial(OpenEnv, named["openenv"], named["setup_s"], named["tool_s"])
+        elif self.environment is not None and not callable(getattr(self.environment, "reset", None)):
             raise ValueError(f"expected a method reset of {named['environment']}, found none")
         resolved = {name: pkgutil.resolve_name(name) for name in named["tools"]}
         self.functions = {name.rpartition(":")[2].rpartition(".")[2]: function for name, function in resolved.items()}
         self.agent = pkgutil.resolve_name(named["agent"]) if named["agent"] else None
+        if named["verifiers"]:
+            from penstock.services.episodes.drivers.verifiers import EnvServer
+
+            self.agent = EnvServer(named["verifiers"], named["deadline_s"]).run
         called = {**resolved, **({named["agent"]: self.agent} if named["agent"] else {})}
         if wrong := [name for name, function in called.items() if not callable(function)]:
             raise ValueError(f"expected a function as {wrong[0]}, found {type(called[wrong[0]]).__name__}")
 
     def tools(self, environment: Any) -> dict[str, Callable[..., Any]]:
-        """Return the tools by name: functions, and the environment's public methods."""
+        """Return the tools by name: functions, and the environment's public methods, or what it has elsewhere."""
+        if self.is_elsewhere:
+            return {**self.functions, **environment.tools()}
         names = [] if environment is None else [name for name in dir(type(environment)) if not name.startswith("_")]
         methods = {name: getattr(environment, name) for name in names if name not in HIDDEN}
         return {**self.functions, **{name: method for name, method in methods.items() if inspect.ismethod(method)}}
 
     def schemas(self) -> list[Any]:
-        """Return the JSON schemas of the tools. Raises ValueError: one has no types, or says nothing of its arguments."""
+        """Return the JSON schemas of all tools.
+
+        Raises:
+            ValueError: one has no types, or says nothing of its arguments, or two have one name.
+            ConnectionError, TemporaryError: a server does not work.
+        """
         from transformers.utils import get_json_schema
 
         environment = None if self.environment is None else self.environment()
         try:
-            return [get_json_schema(tool) for tool in self.tools(environment).values()]
+            own = self.functions if self.is_elsewhere else self.tools(environment)
+            schemas = [get_json_schema(tool) for tool in own.values()]
         except Exception as error:
             raise ValueError(f"a tool needs typed arguments and a docstring with `Args:`: {error}") from error
+        if self.is_elsewhere:
+            assert environment is not None
+            schemas += environment.schemas()
+        if self.servers is not None:
+            sessions = self.servers.sessions()
+            sessions.open()
+            schemas += sessions.schemas()
+            sessions.close(kept=False)
+        names = [schema["function"]["name"] for schema in schemas]
+        if twice := {name for name in names if names.count(name) > 1}:
+            raise ValueError(f"expected tools of different names, found two that are called {min(twice)}")
+        return schemas
+
+
+def _servers(named: Mapping[str, Any]) -> "Servers | None":
+    if not named["mcp"]:
+        return None
+    from penstock.services.episodes.drivers.mcp import Servers
+
+    return Servers(named["mcp"], named["setup_s"], named["tool_s"])
 
 
 class Slot(threading.Thread):
@@ -74,6 +116,7 @@ class Slot(threading.Thread):
         self.questions: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._code, self._write = code, write
         self._environment: Any = None
+        self._sessions = code.servers.sessions() if code.servers is not None else None
 
     def run(self) -> None:
         with asyncio.Runner() as self._runner:
@@ -85,9 +128,12 @@ class Slot(threading.Thread):
                     answer = {"temporary": _words(error)}
                 except BaseException as error:  # noqa: BLE001 (the edge: whatever the user's code raises)
                     answer = {"temporary": f"{_words(error)} ({_place(error)})"}
-                self._write({"id": question["id"], **answer})
+                if question["do"] != "close":
+                    self._write({"id": question["id"], **answer})
 
     def _reset(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        if self._sessions is not None:
+            self._sessions.open()
         if self._code.environment is None:
             return {"value": None}
         if self._environment is None:
@@ -96,7 +142,7 @@ class Slot(threading.Thread):
         return {"value": None if text is None else _text(text)}
 
     def _call(self, name: str, arguments: Any) -> dict[str, Any]:
-        tools = self._code.tools(self._environment)
+        tools = self._tools()
         if name not in tools:
             return {"value": f"there is no tool {name[:100]!r}, but {', '.join(tools)}", "done": False}
         if not isinstance(arguments, dict):
@@ -108,6 +154,17 @@ class Slot(threading.Thread):
         except (Exception, SystemExit) as error:  # noqa: BLE001 (the tool's answer: the policy's business)
             text = _words(error)
         return {"value": text, "done": bool(getattr(self._environment, "done", False))}
+
+    def _tools(self) -> dict[str, Callable[..., Any]]:
+        return {**self._code.tools(self._environment), **(self._sessions.tools() if self._sessions else {})}
+
+    def _close(self) -> dict[str, Any]:
+        """End what the episode holds elsewhere."""
+        if self._sessions is not None:
+            self._sessions.close()
+        if self._code.is_elsewhere and self._environment is not None:
+            self._environment.close()
+        return {}
 
     def _reward(self) -> dict[str, Any]:
         get_reward = getattr(self._environment, "get_reward", None)

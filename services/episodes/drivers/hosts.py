@@ -26,6 +26,8 @@ LOST = Counter(
 )
 for _cause in ("overdue", "died"):
     LOST.labels(_cause)
+_NAMED = {"environment", "openenv", "tools", "mcp", "agent", "verifiers", "setup_s", "tool_s", "deadline_s"}
+"""The settings that a process is started with."""
 _SLOTS = 4
 """Episodes that one process hosts, and that end with it."""
 _LINE_BYTES = 1 << 24
@@ -62,7 +64,7 @@ class Host:
     async def start(self, *, describe: bool = False) -> list[Any]:
         """Start it; return the schemas of the tools if asked. Raises SettingsError or HostLost."""
         of = self._settings
-        named = {"environment": of.environment, "tools": of.tools, "agent": of.agent, "describe": describe}
+        named = {**of.model_dump(mode="json", include=_NAMED), "describe": describe}
         self._process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "penstock.services.episodes.drivers.child", json.dumps(named), str(os.getpid())),
             stdin=asyncio.subprocess.PIPE,
@@ -76,7 +78,7 @@ class Host:
             limit=_LINE_BYTES,
         )
         try:
-            async with asyncio.timeout(of.setup_s):
+            async with asyncio.timeout(of.setup_s + of.patience_s):
                 ready = await self._read()
             if ready.get("ready") is not True:
                 raise SettingsError(
@@ -127,6 +129,11 @@ class Host:
         if "temporary" in said:
             raise TemporaryError(f"{self._settings.name}, `{do}`: {said['temporary']}")
         return said
+
+    def leave(self, slot: int) -> None:
+        """End what the slot's episode holds elsewhere, before the next question there."""
+        if self.alive and self._process is not None and self._process.stdin is not None:
+            self._process.stdin.write(json.dumps({"id": -1, "slot": slot, "do": "close", "with": {}}).encode() + b"\n")
 
     def _lost_by_another(self) -> NotHere:
         return NotHere(f"the process of {self._settings.name} was lost by another episode")
@@ -189,7 +196,7 @@ class Hosts:
     async def open(self) -> None:
         """Load the user's code once, and the schemas of its tools. Raises SettingsError or HostLost."""
         host = Host(self._settings)
-        self.tools = await host.start(describe=not self._settings.agent)
+        self.tools = await host.start(describe=not self._settings.has_agent)
         self._hosts.append(host)
 
     @contextlib.asynccontextmanager
@@ -215,6 +222,7 @@ class Hosts:
         except SettingsError as error:  # it was loaded before: its module has changed
             raise HostLost(str(error)) from error
         finally:
+            host.leave(slot)
             host.free.add(slot)
 
     async def close(self) -> None:

@@ -36,10 +36,10 @@ class ToolLoop:
             TemporaryError: tools or environment could not work.
             PermanentError: the prompt cannot be rendered.
         """
-        prompt = episode.prompt
+        prompt, of = episode.prompt, self._settings
         async with self._hosts.place((prompt.group_id, prompt.sample)) as (host, slot):
             row = row_of(prompt, self._answer_field)
-            text = (await host.ask(slot, "reset", self._settings.setup_s, "setup_s", row=row))["value"]
+            text = (await host.ask(slot, "reset", of.setup_s + of.patience_s, "setup_s", row=row))["value"]
             try:
                 await self._converse(episode, host, slot, opening(prompt, text))
             except EpisodeOver as over:
@@ -49,9 +49,9 @@ class ToolLoop:
                     raise
                 log.warning("episode ended early", extra={"group": prompt.group_id, "reason": str(error)})
                 episode.ended = Ended.STOP
-            if not self._settings.environment:
+            if not of.has_environment:
                 return None
-            reward: float | None = (await host.ask(slot, "reward", self._settings.tool_s, "tool_s"))["value"]
+            reward: float | None = (await host.ask(slot, "reward", of.tool_s, "tool_s"))["value"]
             return reward
 
     async def _converse(self, episode: Episode, host: Host, slot: int, messages: list[Message]) -> None:
@@ -73,20 +73,23 @@ class ToolLoop:
 
         A stateless one that never answers is the policy's business, which asked for what does not end.
         """
-        given, limit_s = {"name": call.name, "arguments": call.values}, self._settings.tool_s
+        given, limit_s = (
+            {"name": call.name, "arguments": call.values},
+            self._settings.tool_s + self._settings.patience_s,
+        )
         try:
             return self._counted(await host.ask(slot, "call", limit_s, "tool_s", **given))
         except TemporaryError as error:
             TOOL_CALLS.labels("unavailable").inc()
             failed = error
-        for _ in range(0 if self._settings.environment else _REPEATED - 1):
+        for _ in range(0 if self._settings.keeps_state else _REPEATED - 1):
             try:
                 async with self._hosts.place(call) as (other, place):
                     return self._counted(await other.ask(place, "call", limit_s, "tool_s", **given))
             except TemporaryError as error:
                 TOOL_CALLS.labels("unavailable").inc()
                 failed = error
-        if self._settings.environment or not isinstance(failed, HostLost):
+        if self._settings.keeps_state or not isinstance(failed, HostLost):
             raise failed
         return {"value": f"no answer within {limit_s:g} s"}
 
