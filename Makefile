@@ -18,10 +18,11 @@ VENV_PYTHON := .venv/bin/python
 # A file's tests stay in one process, in their order; files are taken in that of tests/conftest.py, the longest first.
 PYTEST := $(VENV_PYTHON) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help demo demo-reasoning up test faults fuzz mutants portability portability-processes storm quick check lint style format types imports openapi dashboards models images clean install install-dev
+.PHONY: help demo demo-agent demo-reasoning up test faults fuzz mutants portability portability-processes storm quick check lint style format types imports openapi dashboards models images clean install install-dev
 
 help:
 	@echo "make demo    train the arithmetic example on this machine, from nothing"
+	@echo "make demo-agent  train a tiny agent to use a calculator, and measure it before and after; minutes"
 	@echo "make demo-reasoning  train a real model of 135 million parameters: on a GPU to the end, on a CPU five steps"
 	@echo "make up      the same for CONFIG=your.toml"
 	@echo "make test    all tests, from nothing        make quick   those that take no whole run"
@@ -45,6 +46,10 @@ install-dev:
 
 demo: install
 	@$(VENV_PYTHON) -m penstock.services.cli up config/arithmetic.toml $(ARGS)
+
+demo-agent: install
+	@$(VENV_PYTHON) -m penstock.services.cli up examples/calculator/run.toml $(ARGS)
+	@$(VENV_PYTHON) -m examples.calculator.measure examples/calculator/policy runs/latest/policy
 
 # On a GPU it needs vLLM, too, which is several GB.
 REASONING := $(shell if nvidia-smi -L >/dev/null 2>&1; then echo one-gpu; else echo cpu; fi)

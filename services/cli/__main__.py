@@ -5,7 +5,6 @@ API.
 """
 
 import importlib.metadata
-import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
@@ -200,21 +199,21 @@ def new(
         list[str],
         typer.Argument(metavar="FILE [--TABLE.SETTING VALUE]...", help="The new TOML file, and its settings."),
     ],
+    environment: Annotated[
+        bool,
+        typer.Option(
+            "--environment", help="Write a folder: an environment of episodes, its test, rows and `run.toml`."
+        ),
+    ] = False,
 ) -> None:
     """Write a run's TOML file: the settings given, and the other common ones as comments.
 
-    **Example:** `penstock new my-run.toml --policy.model models/my-model --data.path hf://owner/name:train`
+    **Examples:** `penstock new my-run.toml --policy.model models/my-model --data.path hf://owner/name:train` ·
+    `penstock new my-agent --environment`
     """
     from penstock.services.cli import new_run
 
-    file, flags = split(words)
-    if file is None:
-        raise SettingsError(
-            "the name of the new file is missing: penstock new my-run.toml --policy.model models/my-model"
-        )
-    new_run.write(file, flags)
-    shown = shlex.quote(str(file))
-    console.say(f"{file}: next, `penstock data check {shown}` and `penstock up {shown}`")
+    new_run.make(*split(words), environment=environment)
 
 
 @app.command(rich_help_panel=_RUN)

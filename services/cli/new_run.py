@@ -1,12 +1,17 @@
-"""``penstock new``: write a run's TOML file from flags, with the common settings beside them as comments."""
+"""``penstock new``: write a run's TOML file from flags, with the common settings beside them as comments; with an
+environment, its code, test and rows, too.
+"""
 
 import json
+import shlex
+import shutil
 import tomllib
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 
 from penstock.services.cli.settings_help import COMMON, entries
+from penstock.services.up.display import console
 from penstock.shared.errors import SettingsError
 from penstock.shared.settings import given, loads
 
@@ -15,9 +20,76 @@ _EXAMPLES = {"evaluation.path": '"heldout.jsonl"'}
 """Of settings without a default."""
 
 
-def write(path: Path, flags: Sequence[str]) -> None:
-    text = toml(given(flags))
+_ENVIRONMENT = Path(__file__).parent / "template" / "environment.py"
+_TINY = Path(__file__).resolve().parents[2] / "examples" / "calculator" / "policy"
+"""In a checkout: a policy that knows the calculator's episodes."""
+_ON_TINY = {
+    "policy.model": str(_TINY), "policy.dtype": "float32", "run.device": "cpu", "run.threads": "1", "run.steps": "20",
+    "sampling.max_new_tokens": "12", "trainer.learning_rate": "1e-3",
+}  # fmt: skip
+_EPISODES = {
+    "episodes.environment": "environment:Calculator", "episodes.max_turns": "4", "data.path": "train.jsonl",
+    "bus.url": "embedded", "algorithm.on_stale": "mask", "reward.expression": "answer * cost",
+    "reward.scorers": '[{kind = "answer", name = "answer"}, {kind = "environment", name = "cost"}]',
+}  # fmt: skip
+_TEST = '''"""Tests of the environment: `python -m pytest`."""
+
+from environment import Calculator
+
+
+def test_a_call_is_answered_and_costs_a_tenth() -> None:
+    environment = Calculator()
+    environment.reset()
+    assert environment.calculator("37*48") == "1776"
+    assert environment.calculator("two") == "?"
+    assert environment.get_reward() == 0.8
+    environment.reset()
+    assert environment.get_reward() == 1.0
+'''
+
+
+def make(path: Path | None, flags: Sequence[str], *, environment: bool) -> None:
+    """Write a run, or an environment's folder, and say what is next. Raises SettingsError."""
+    if path is None:
+        raise SettingsError(
+            "the name of the new file is missing: penstock new my-run.toml --policy.model models/my-model"
+        )
+    shown, before = shlex.quote(str(path)), ""
+    if environment:
+        _write_environment(path, given(flags))
+        shown, before = "run.toml", f"`cd {shown}`, "
+    else:
+        _write(path, _checked(path, given(flags)))
+    console.say(f"{path}: next, {before}`penstock data check {shown}` and `penstock up {shown}`")
+
+
+def _write_environment(folder: Path, values: Mapping[str, str]) -> None:
+    """Write an environment to start from: its class, a test, rows, and the TOML file of a run."""
+    if "policy.model" not in values and not _TINY.is_dir():
+        raise SettingsError("the model is missing: penstock new FOLDER --environment --policy.model OWNER/NAME")
+    text = _checked(folder / "run.toml", {**({} if "policy.model" in values else _ON_TINY), **_EPISODES, **values})
+    pairs = [(left, sign, right) for left in range(10, 100, 3) for sign in "*+" for right in range(10, 100, 7)]
+    rows = [
+        {"prompt": f"{left}{sign}{right}=", "answer": str(left * right if sign == "*" else left + right)}
+        for left, sign, right in pairs
+    ]
+    try:
+        folder.mkdir()
+        shutil.copyfile(_ENVIRONMENT, folder / "environment.py")
+    except OSError as error:
+        raise SettingsError(f"expected a new folder, found {folder} ({error.strerror}): give another name") from error
+    _write(folder / "test_environment.py", _TEST)
+    _write(folder / "train.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    _write(folder / "run.toml", text)
+
+
+def _checked(path: Path, values: Mapping[str, str]) -> str:
+    text = toml(values)
     loads(text, str(path))
+    return text
+
+
+def _write(path: Path, text: str) -> None:
     try:
         with path.open("x", encoding="utf-8") as file:
             file.write(text)

@@ -1,5 +1,7 @@
 """`penstock new`."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -60,3 +62,21 @@ def test_a_new_run_that_would_not_work_is_not_written(
     assert sentence in capsys.readouterr().err
     assert not Path("run.toml").exists()
     assert Path("old.toml").read_text() == "kept"
+
+
+def test_a_new_environment_has_a_test_that_passes_and_a_run_that_the_check_accepts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "agent"
+    assert main(["new", str(folder), "--environment", "--run.steps=3"]) == 0
+    monkeypatch.chdir(folder)
+    settings = load(folder / "run.toml", environment={})
+    assert (settings.run.steps, settings.algorithm.on_stale, settings.sampling.max_new_tokens) == (3, "mask", 12)
+    test = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_environment.py"]
+    assert subprocess.run(test, check=False, stdout=subprocess.DEVNULL).returncode == 0
+    assert main(["data", "check", "run.toml"]) == 0
+    assert "50 episodes of random calls: rewards of 0.6 to 1" in capsys.readouterr().out
+    assert main(["new", str(folder), "--environment"]) == 2
+    assert "expected a new folder" in capsys.readouterr().err
+    assert main(["new", str(tmp_path / "other"), "--environment", "--episodes.max_turns=0"]) == 2
+    assert not (tmp_path / "other").exists()

@@ -3,7 +3,7 @@
 ::
 
     rows ──▶ bad, filtered, used ──▶ in training order ──▶ rendered with special tokens ──▶ lengths in tokens
-                                                      └──▶ a few scored by each scorer
+                                                      └──▶ a few scored by each scorer, and played by the environment
 """
 
 import dataclasses
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from penstock.services.cli.reports.environment_trial import try_environment
 from penstock.services.cli.reports.scorer_trial import try_scorers
 from penstock.services.coordinator.admission.dataset import Dataset, Problem
 from penstock.services.coordinator.service import Data, load_data, order_of
@@ -65,7 +66,8 @@ def check(settings: Settings, shown: int) -> bool:
     for notice in data.notices:
         console.say(f"\n{notice.level}: {notice.text}")
     scored = not settings.kind.generates or try_scorers(settings, data.train.problems)
-    return scored and not lengths.refused
+    played = not settings.episodes.is_on or try_environment(settings, data.train.problems, tokenizer)
+    return scored and played and not lengths.refused
 
 
 def _opened(settings: Settings) -> tuple[Data, Tokenizer, TokenizerCodec]:

@@ -32,7 +32,7 @@ def try_scorers(settings: Settings, problems: Sequence[Problem]) -> bool:
     console.say("")
     for name in names:
         if name not in by_scorer:
-            console.say(f"scorer {name}: not tried (a model or a judge)")
+            console.say(f"scorer {name}: not tried (a model, judge or environment)")
             continue
         for line in _lines(name, by_scorer[name]):
             console.say(line)

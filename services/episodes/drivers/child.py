@@ -4,8 +4,8 @@
 
     arguments        JSON of {"environment", "tools", "agent", …}, and the parent's process id
     standard input   {"id", "slot", "do": "reset" | "call" | "reward" | "run" | "close", "with": …} per line
-    standard output  {"ready": true} or {"ready": false, "error"}; then per question {"id", "value"}, {"id", "value", "done"}
-                     of a call, or {"id", "temporary": why} where the same may work later
+    standard output  {"ready": true} or {"ready": false, "error"}; then per question {"id", "value"}, of a call also
+                     "done" and "raised", or {"id", "temporary": why} where the same may work later
 
 Each slot is an episode: a thread of its own, and one environment that is reset between episodes. What a tool raises is its
 answer.
@@ -147,13 +147,14 @@ class Slot(threading.Thread):
             return {"value": f"there is no tool {name[:100]!r}, but {', '.join(tools)}", "done": False}
         if not isinstance(arguments, dict):
             return {"value": f"expected a JSON object as the arguments of {name}", "done": False}
+        raised = False
         try:
             text = _text(self._awaited(tools[name](**arguments)))
         except _LATER:
             raise
         except (Exception, SystemExit) as error:  # noqa: BLE001 (the tool's answer: the policy's business)
-            text = _words(error)
-        return {"value": text, "done": bool(getattr(self._environment, "done", False))}
+            text, raised = _words(error), True
+        return {"value": text, "done": bool(getattr(self._environment, "done", False)), "raised": raised}
 
     def _tools(self) -> dict[str, Callable[..., Any]]:
         return {**self._code.tools(self._environment), **(self._sessions.tools() if self._sessions else {})}

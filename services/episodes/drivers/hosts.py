@@ -54,6 +54,11 @@ class Host:
         self.starting: asyncio.Task[list[Any]] | None = None
 
     @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    @property
     def alive(self) -> bool:
         return self._reading is not None and not self.is_dead
 

@@ -1,0 +1,1 @@
+../../services/cli/template/environment.py
