@@ -8,10 +8,11 @@ import re
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx
 import pytest
+from fastapi import FastAPI
 
 from penstock.services.client.coordinator import page_link
 from penstock.services.coordinator.api.app import make_app
@@ -33,9 +34,6 @@ from tests.coordinator.api.test_schema import bury
 from tests.support.browser import opened, shows
 from tests.support.coordinator_players import Trainer, make, replicas, running, settings
 from tests.support.raw_redis import raw
-
-if TYPE_CHECKING:
-    pass
 
 TOKEN, READ_TOKEN = "a-token-that-may-operate", "a-token-that-may-read"
 RECORDED = (
@@ -62,10 +60,9 @@ async def parts(bus: Bus, tmp_path: Path) -> AsyncIterator[Coordinator]:
 
 
 @contextlib.asynccontextmanager
-async def served(parts: Coordinator, folder: Path, access: Access) -> AsyncIterator[str]:
+async def serve(app: FastAPI, folder: Path) -> AsyncIterator[str]:
     server = ApiServer("127.0.0.1", 0)
     announced = folder / "coordinator.json"
-    app = make_app(dataclasses.replace(parts.api, access=access))
     serving = asyncio.create_task(server.run(app, announced, "test"))
     try:
         await until(announced.exists)
@@ -74,6 +71,10 @@ async def served(parts: Coordinator, folder: Path, access: Access) -> AsyncItera
         serving.cancel()
         await asyncio.gather(serving, return_exceptions=True)
         server.close()
+
+
+def served(parts: Coordinator, folder: Path, access: Access) -> contextlib.AbstractAsyncContextManager[str]:
+    return serve(make_app(dataclasses.replace(parts.api, access=access)), folder)
 
 
 async def test_its_files_need_no_token_and_may_load_from_their_own_origin_only(
