@@ -43,6 +43,8 @@ RECORDED = (
     "/v1/run/memory",
     "/v1/events",
     "/v1/policies",
+    "/v1/policies/2",
+    "/v1/policies/1/compare/3",
 )
 HOSTILE = "<img src=x onerror=\"document.title='taken'\"><script>document.title='taken'</script>"
 
@@ -487,8 +489,12 @@ def as_recorded(path: str, answer: dict[str, Any]) -> dict[str, Any]:
         )
         return {name: answer[name] for name in (*names, "counts", "cursor", "lag_counts", "evaluations")}
     if path == "/v1/policies":
+        return {"items": [as_recorded("/v1/policies/2", each) for each in answer["items"]]}
+    if path == "/v1/policies/2":
         names = ("version", "parent", "step", "state", "checkpoint", "evaluations", "pinned", "released")
-        return {"items": [{name: each[name] for name in names} for each in answer["items"]]}
+        return {name: answer[name] for name in names}
+    if "compare" in path:
+        return {**answer, "metrics": {}}  # which this player of a trainer gives its records and reports differently
     return answer
 
 
