@@ -262,13 +262,13 @@ def status(connection: Connection) -> None:
     """
     from penstock.services.up.display import view
 
+    if connection.as_json:
+        console.say(connection.reader().run_json())
+        return
     if (ended := connection.ended_run()) is not None:
-        ended.show_status(as_json=connection.as_json)
+        ended.show_status()
         return
     coordinator = connection.coordinator()
-    if connection.as_json:
-        console.say(coordinator.run_json())
-        return
     seen, replicas = coordinator.run(), coordinator.replicas()
     lines = [view.event_line(event) for event in coordinator.newest_events(_EVENTS)]
     rows = [view.row_of(replica) for replica in replicas]

@@ -18,7 +18,7 @@ from penstock.services.coordinator.api.auth import Access
 from penstock.services.coordinator.api.errors import Conflict
 from penstock.services.coordinator.api.routes.events import event_list
 from penstock.services.coordinator.api.routes.page import page_routes
-from penstock.services.coordinator.api.routes.policies import policy_list
+from penstock.services.coordinator.api.routes.policies import policy_views
 from penstock.services.coordinator.api.routes.records import record_routes
 from penstock.services.coordinator.api.routes.run import run_view
 from penstock.services.coordinator.api.server import ApiServer
@@ -39,7 +39,7 @@ def make_app(run: EndedRun, access: Access) -> FastAPI:
         used.add(code)
         return is_new
 
-    app.include_router(policy_list(run.policies))
+    app.include_router(policy_views(run.policies, run.policy, run.compared))
     app.include_router(page_routes(access, run.run_id, run.folder, use))
     app.include_router(_rest(run.folder))
     return with_conventions(app, access, run.run_id, None)

@@ -232,7 +232,14 @@ def test_a_run_that_has_ended_is_shown_from_its_folder(tmp_path: Path, capsys: p
     assert main(["events", "--run", str(tmp_path), "--most", "2", "--json"]) == 0
     assert [event["name"] for event in json.loads(capsys.readouterr().out)] == ["event 8", "event 7"]
     assert main(["status", "--run", str(tmp_path), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["steps"] == 6
+    told = json.loads(capsys.readouterr().out)
+    assert (told["state"], told["step"], told["steps"], told["recorded"], told["services"]) == (
+        "finished",
+        6,
+        6,
+        True,
+        [],
+    )
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "version": 1, "finished_at_s": 2.0, "reward_mean": 0.5}\n')
     assert main(["policies", "--run", str(tmp_path), "--json"]) == 0
     policies = json.loads(capsys.readouterr().out)
@@ -240,6 +247,13 @@ def test_a_run_that_has_ended_is_shown_from_its_folder(tmp_path: Path, capsys: p
         (0, None, None),
         (1, 0, 0.5),
     ]
+    assert main(["policies", "show", "1", "--run", str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == policies[1]
+    assert main(["policies", "show", "0", "1", "--run", str(tmp_path), "--json"]) == 0
+    assert (compared := json.loads(capsys.readouterr().out))["ancestor"] == 0
+    assert compared["metrics"]["reward_mean"] == {"left": None, "right": 0.5, "change": None}
+    assert main(["policies", "show", "9", "--run", str(tmp_path)]) == 1
+    assert "no policy version 9; it has versions up to 1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,13 @@ WAIT_MS = 1000 * PATIENCE_S
 
 
 @contextlib.asynccontextmanager
-async def opened(url: str, width: int = 1280, *, leaves: bool = False) -> AsyncIterator["Page"]:
-    """Open the page; afterwards check for errors and for requests to other hosts. ``leaves``: its server may end."""
+async def opened(
+    url: str, width: int = 1280, *, leaves: bool = False, touch: bool = False, before: str = ""
+) -> AsyncIterator["Page"]:
+    """Open the page; afterwards check for errors and for requests to other hosts.
+
+    ``leaves``: its server may end. ``before``: a script that runs before the page's own.
+    """
     need_module("playwright", "playwright")
     chromium = need("chromium", "chromium")
     from playwright.async_api import async_playwright
@@ -26,7 +31,8 @@ async def opened(url: str, width: int = 1280, *, leaves: bool = False) -> AsyncI
     asked: set[str] = set()
     async with async_playwright() as playwright:
         browser = await playwright.chromium.launch(executable_path=chromium, args=list(CHROMIUM), timeout=WAIT_MS)
-        page = await browser.new_page(viewport={"width": width, "height": 900})
+        page = await browser.new_page(viewport={"width": width, "height": 900}, has_touch=touch)
+        await page.add_init_script(before or ";")
         page.set_default_timeout(WAIT_MS)
         page.on("console", lambda said: wrong.append(said.text) if said.type in ("error", "warning") else None)
         page.on("pageerror", lambda error: wrong.append(str(error)))

@@ -22,11 +22,8 @@ class EndedRun:
 
     folder: Path
 
-    def show_status(self, *, as_json: bool) -> None:
+    def show_status(self) -> None:
         """Print the summary and the newest events."""
-        if as_json:
-            console.say((self.folder / "summary.json").read_text(encoding="utf-8"))
-            return
         console.say(
             f"{self.folder} has no coordinator; its records say:\n\n{summary.text(self.folder, resumable=False)}\n"
         )

@@ -1,10 +1,11 @@
 """Lineage and comparison of versions."""
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import aclosing
 
-from penstock.services.coordinator.schemas.resources import Comparison, Difference
+from penstock.services.coordinator.schemas.resources import Comparison, Difference, PolicyView
+from penstock.services.coordinator.schemas.run import EvaluationView
 from penstock.shared.bus.messages import PolicyRecord, PolicyVersion
 from penstock.shared.bus.stores.policy.policies import Policies
 
@@ -26,12 +27,14 @@ async def common_ancestor(
 
 
 def compare(
-    left: PolicyRecord,
-    right: PolicyRecord,
-    ancestor: PolicyRecord | None,
-    accuracy: Mapping[PolicyVersion, float | None],
+    left: PolicyRecord | PolicyView,
+    right: PolicyRecord | PolicyView,
+    ancestor: PolicyRecord | PolicyView | None,
+    evaluated: Mapping[int, Sequence[EvaluationView]],
 ) -> Comparison:
     start = 0 if ancestor is None else ancestor.step
+    evaluations = [each for version in (left.version, right.version) for each in evaluated.get(version, ())]
+    accuracy = {each.version: each.accuracy for each in evaluations if each.set == evaluations[0].set}
     names = sorted({*left.metrics, *right.metrics})
     return Comparison(
         left=left.version,

@@ -20,12 +20,14 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
+from starlette.exceptions import HTTPException
 
 from penstock.services.coordinator.evaluation.results import Evaluation, evaluation_of
+from penstock.services.coordinator.policies.lineage import compare
 from penstock.services.coordinator.records import jsonl
 from penstock.services.coordinator.records.memory import MEMORY_FILE
 from penstock.services.coordinator.records.summary import one_line_a_step
-from penstock.services.coordinator.schemas.resources import Page, PolicyView
+from penstock.services.coordinator.schemas.resources import Comparison, Page, PolicyView
 from penstock.services.coordinator.schemas.run import EvaluationView, History, NoticeView, RunView
 from penstock.shared.bus import streams
 from penstock.shared.bus.encoding import wire
@@ -101,6 +103,25 @@ class EndedRun:
         known = await asyncio.to_thread(lambda: self._versions)
         views = [view for view in known.values() if view.version > after and state in (None, view.state)]
         return Page(items=views[:limit], next=str(views[limit - 1].version) if len(views) > limit else None)
+
+    async def policy(self, version: int) -> PolicyView:
+        known = await asyncio.to_thread(lambda: self._versions)
+        if version not in known:
+            raise HTTPException(404, f"this run has no policy version {version}; it has versions up to {max(known)}")
+        return known[version]
+
+    async def compared(self, version: int, other: int) -> Comparison:
+        left, right = await self.policy(version), await self.policy(other)
+        before = {view.version for view in self._ancestry(left)}
+        ancestor = next((view for view in self._ancestry(right) if view.version in before), None)
+        return compare(left, right, ancestor, {view.version: view.evaluations for view in (left, right)})
+
+    def _ancestry(self, view: PolicyView) -> Iterator[PolicyView]:
+        while True:
+            yield view
+            if view.parent is None:
+                return
+            view = self._versions[view.parent]
 
     @functools.cached_property
     def _versions(self) -> dict[int, PolicyView]:

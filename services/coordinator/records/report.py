@@ -32,7 +32,7 @@ from penstock.shared.text.redaction import redacted_values
 DATA = "data"
 """Event source for data warnings."""
 _PAGE = Path(__file__).parents[1] / "api" / "page"
-_SCRIPTS = ("dom.js", "charts.js", "cursor.js", "curves.js", "memory.js", "rollouts.js", "report.js")
+_SCRIPTS = ("dom.js", "charts.js", "values.js", "cursor.js", "curves.js", "memory.js", "rollouts.js", "report.js")
 _POINTS = 240
 _ENDS = ("reward_mean", "loss", "evaluation_loss")
 _ROLLOUTS, _CHARACTERS = 8, 4000
@@ -45,10 +45,10 @@ _DOCUMENT = """<!doctype html>
 <title>Penstock</title><style>{style}</style></head>
 <body>
 <noscript><p class="card">This report needs JavaScript; <code>summary.json</code> beside it does not.</p></noscript>
-<main><div id="head"></div><div id="tiles" class="tiles"></div>
+<main id="main" hidden><div id="head"></div><div id="tiles" class="tiles"></div>
 <h2 id="h-curves">Curves</h2><p id="range" class="soft"></p>
 <div id="curves" class="grid-of" tabindex="0" role="group" aria-labelledby="h-curves" aria-describedby="range"></div>
-<h2>Memory</h2><div id="memory" class="grid-of"></div>
+<h2 id="h-memory">Memory</h2><div id="memory" class="grid-of" tabindex="0" role="group" aria-labelledby="h-memory"></div>
 <h2>Totals</h2><div id="tables" class="grid-of"></div>
 <h2>Rollouts</h2><div id="rollouts"></div>
 <h2>Records</h2><div id="records"></div></main>

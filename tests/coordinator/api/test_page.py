@@ -8,10 +8,11 @@ import re
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx
 import pytest
+from fastapi import FastAPI
 
 from penstock.services.client.coordinator import page_link
 from penstock.services.coordinator.api.app import make_app
@@ -34,9 +35,6 @@ from tests.support.browser import opened, shows
 from tests.support.coordinator_players import Trainer, make, replicas, running, settings
 from tests.support.raw_redis import raw
 
-if TYPE_CHECKING:
-    pass
-
 TOKEN, READ_TOKEN = "a-token-that-may-operate", "a-token-that-may-read"
 RECORDED = (
     "/v1/run",
@@ -45,6 +43,8 @@ RECORDED = (
     "/v1/run/memory",
     "/v1/events",
     "/v1/policies",
+    "/v1/policies/2",
+    "/v1/policies/1/compare/3",
 )
 HOSTILE = "<img src=x onerror=\"document.title='taken'\"><script>document.title='taken'</script>"
 
@@ -62,10 +62,9 @@ async def parts(bus: Bus, tmp_path: Path) -> AsyncIterator[Coordinator]:
 
 
 @contextlib.asynccontextmanager
-async def served(parts: Coordinator, folder: Path, access: Access) -> AsyncIterator[str]:
+async def serve(app: FastAPI, folder: Path) -> AsyncIterator[str]:
     server = ApiServer("127.0.0.1", 0)
     announced = folder / "coordinator.json"
-    app = make_app(dataclasses.replace(parts.api, access=access))
     serving = asyncio.create_task(server.run(app, announced, "test"))
     try:
         await until(announced.exists)
@@ -74,6 +73,10 @@ async def served(parts: Coordinator, folder: Path, access: Access) -> AsyncItera
         serving.cancel()
         await asyncio.gather(serving, return_exceptions=True)
         server.close()
+
+
+def served(parts: Coordinator, folder: Path, access: Access) -> contextlib.AbstractAsyncContextManager[str]:
+    return serve(make_app(dataclasses.replace(parts.api, access=access)), folder)
 
 
 async def test_its_files_need_no_token_and_may_load_from_their_own_origin_only(
@@ -486,8 +489,12 @@ def as_recorded(path: str, answer: dict[str, Any]) -> dict[str, Any]:
         )
         return {name: answer[name] for name in (*names, "counts", "cursor", "lag_counts", "evaluations")}
     if path == "/v1/policies":
+        return {"items": [as_recorded("/v1/policies/2", each) for each in answer["items"]]}
+    if path == "/v1/policies/2":
         names = ("version", "parent", "step", "state", "checkpoint", "evaluations", "pinned", "released")
-        return {"items": [{name: each[name] for name in names} for each in answer["items"]]}
+        return {name: answer[name] for name in names}
+    if "compare" in path:
+        return {**answer, "metrics": {}}  # which this player of a trainer gives its records and reports differently
     return answer
 
 

@@ -4,14 +4,16 @@ import { el, figure, svg } from "./dom.js";
 
 const HEIGHT = 210, LEFT = 50, RIGHT = 12, TOP = 8, BOTTOM = 36, TICKS = 4;
 const GAP = 14, LEAST_CARD = 350, PADDING = 34, MOST = 640;
+/** Pixels of a character and of a line, about. */
+const CHARACTER = 6.5, ROW = 15;
 /** A stack is shown up to so many times what 95 % of its points stay below. */
 const PEAK = 2;
-/** Series that have a colour of their own (look.css). */
-export const COLOURS = 14;
+/** Colours of series (look.css); the one after them, grey, is of what is no series of its own. Later series are dashed. */
+export const COLOURS = 13;
 
 /**
- * Return a chart of `series` ({name, last, low?, high?, points?}) over `axis` ({steps, width, unit?, from?, to?, each?, marks?,
- * ticks?}): a line for each bucket's last value, and a band from its minimum to its maximum. `bands` ({name, low, high}) are
+ * Return a chart of `series` ({name, last, low?, high?, points?}) over `axis` ({steps, width, unit?, from?, to?, marks?,
+ * evaluated?}): a line for each bucket's last value, and a band from its minimum to its maximum. `bands` ({name, low, high}) are
  * drawn behind; null leaves a gap; `low` and `high` widen the range of values. Null when there is no value at all.
  */
 export function curves(axis, series, { bands = [], low = null, high = null } = {}) {
@@ -31,9 +33,9 @@ export function curves(axis, series, { bands = [], low = null, high = null } = {
 
 /**
  * Return a chart in which each series stands on those before it; rare peaks are cut off at the top, not in what is told.
- * `phases` are names of each place, drawn as bands behind.
+ * An area has its name where there is room. `phases` are names of each place, drawn as bands behind in the colour `colourOf` gives.
  */
-export function stack(axis, series, phases = []) {
+export function stack(axis, series, phases = [], colourOf = () => COLOURS) {
   series = series.map((one, index) => ({ colour: index, ...one })).filter((one) => one.last.some(Boolean));
   if (series.length === 0) return null;
   let tops = [axis.steps.map(() => 0)];
@@ -44,7 +46,8 @@ export function stack(axis, series, phases = []) {
   const scale = scaleOf(axis, rows);
   tops = tops.map((top) => top.map((value) => Math.min(value, rows.at(-1))));
   const areas = series.flatMap((one, index) => area(scale, axis.steps, tops[index], tops[index + 1], `stack ${colour(one, index)}`));
-  return picture({ ...axis, phases }, scale, series, [], [...phaseBands(scale, axis.steps, phases), ...grid(scale, rows, axis), ...areas, ...marksOf(scale, axis)]);
+  const names = series.map((one, index) => nameOf(scale, axis.steps, tops[index], tops[index + 1], one.name));
+  return picture({ ...axis, phases }, scale, series, [], [...phaseBands(scale, axis.steps, phases, colourOf), ...grid(scale, rows, axis), ...areas, ...names.filter(Boolean), ...marksOf(scale, axis)]);
 }
 
 /** Return round values from at or below `low` to at or above `high`. */
@@ -65,7 +68,7 @@ export function widthIn(node) {
 
 // ---------------------------------------------------------------- marks
 
-const colour = (one, index) => `s${(one.colour ?? index) % COLOURS}`;
+const colour = (one, index) => (one.colour === undefined && index >= COLOURS ? `s${index % COLOURS} again` : `s${one.colour ?? index}`);
 
 /** The drawing, and below it each series' name with its value at the cursor, at first the newest one. */
 function picture(axis, scale, series, bands, children) {
@@ -98,6 +101,7 @@ function picture(axis, scale, series, bands, children) {
   const now = series.map((one) => `${one.name} ${figure(one.last.findLast(Number.isFinite))}`).join(", ");
   drawn.setAttribute("aria-label", `${now} at ${unit} ${Math.round(axis.steps.at(-1) ?? 0)}`);
   drawn.readAt(null);
+  drawn.values = { unit, steps: axis.steps, series, bands };
   return [drawn, legend];
 }
 
@@ -166,15 +170,29 @@ function area(scale, steps, low, high, name) {
   });
 }
 
+/** Return an area's name at its highest place, or null where it does not fit. */
+function nameOf(scale, steps, low, high, name) {
+  const half = (name.length * CHARACTER) / 2, places = steps.map((step) => scale.x(step));
+  let best = null;
+  for (const at of places) {
+    const x = Math.min(Math.max(at, LEFT + half), scale.right - half);
+    const first = Math.max(0, places.findLastIndex((place) => place <= x - half)), past = places.findIndex((place) => place >= x + half);
+    const of = (side) => side.slice(first, past < 0 ? undefined : past + 1).map((value) => scale.y(value));
+    const bottom = Math.min(...of(low)), top = Math.max(...of(high));
+    if (bottom - top >= Math.max(ROW, best?.room ?? 0)) best = { room: bottom - top, x, y: (bottom + top) / 2 };
+  }
+  return best && svg("text", { class: "name", x: best.x, y: best.y + 4, "text-anchor": "middle" }, name);
+}
+
 /** Return a rectangle for each run of places in one phase, coloured by the phase. */
-function phaseBands(scale, steps, phases) {
-  const names = [...new Set(phases.filter(Boolean))].toSorted(), half = steps.length > 1 ? (steps[1] - steps[0]) / 2 : 0.5;
+function phaseBands(scale, steps, phases, colourOf) {
+  const half = steps.length > 1 ? (steps[1] - steps[0]) / 2 : 0.5;
   const starts = phases.map((phase, index) => (phase !== phases[index - 1] ? index : -1)).filter((index) => index >= 0 && phases[index]);
   return starts.map((start) => {
     let end = start;
     while (phases[end + 1] === phases[start]) end += 1;
     const x = scale.x(steps[start] - half);
-    const place = { class: `phase s${names.indexOf(phases[start]) % COLOURS}`, x, y: TOP, width: Math.max(0, scale.x(steps[end] + half) - x), height: HEIGHT - TOP - BOTTOM };
+    const place = { class: `phase s${colourOf(phases[start])}`, x, y: TOP, width: Math.max(0, scale.x(steps[end] + half) - x), height: HEIGHT - TOP - BOTTOM };
     return svg("rect", place, svg("title", {}, phases[start]));
   });
 }

@@ -1,7 +1,8 @@
 // Which curves are shown, of what.
 
-import { curves, stack, widthIn } from "./charts.js";
+import { COLOURS, curves, stack, widthIn } from "./charts.js";
 import { el, redraw } from "./dom.js";
+import { valuesOf } from "./values.js";
 
 /** Labels of the phases of a step. */
 export const PHASES = {
@@ -17,6 +18,12 @@ export const PHASES = {
   phase_offload_s: "memory to the host",
   phase_reload_s: "memory from the host",
 };
+
+/** Return the colour of a phase, by its name in a process's memory: that of the same phase's time. */
+export function phaseColour(phase) {
+  const place = Object.keys(PHASES).indexOf(`phase_${phase.replaceAll(" and ", "_")}_s`);
+  return place >= 0 ? place : phase === "decode" ? 11 : COLOURS;
+}
 
 /** How the mean value of a scorer is named in a step's report. */
 const SCORER = "scorer_mean_";
@@ -60,7 +67,7 @@ export function drawCurves(node, view, evaluations, maxLag, stamp) {
   const width = widthIn(node), cards = cardsOf(view, evaluations, maxLag, width);
   const titles = cards.map(([title]) => title);
   redraw(node, [titles, titles.length === 0], () => (titles.length === 0 ? el("p", { class: "soft" }, "no step yet") : titles.map((title) => el("div", { class: "card curve", "data-curve": title }))));
-  cards.forEach(([title, note, drawing], index) => redraw(node.children[index], [stamp, width], () => [el("h3", {}, title, " ", el("small", {}, note)), drawing].flat()));
+  cards.forEach(([title, note, drawing], index) => redraw(node.children[index], [stamp, width], () => [el("h3", {}, title, " ", el("small", {}, note)), drawing, valuesOf(title, drawing[0])].flat()));
 }
 
 function cardsOf(view, evaluations, maxLag, width) {

@@ -1,7 +1,9 @@
 // What processes hold on each device: stacked areas over time, with the phases as bands.
 
 import { stack, widthIn } from "./charts.js";
+import { phaseColour } from "./curves.js";
 import { el, redraw } from "./dom.js";
+import { valuesOf } from "./values.js";
 
 const GIB = 2 ** 30, PLACES = 160;
 /** Components in the order of the stack. */
@@ -22,7 +24,8 @@ function deviceCard(device, samples, pixels) {
   const capacity = samples.at(-1).capacity_bytes / GIB;
   const replicas = [...new Set(samples.map((sample) => sample.replica))].toSorted();
   const note = `GiB of ${capacity.toPrecision(3)}, by ${replicas.join(", ")}; seconds since ${new Date(beginOf(samples) * 1000).toLocaleTimeString("en-GB")}`;
-  return el("div", { class: "card curve memory", "data-device": device }, el("h3", {}, device, " ", el("small", {}, note)), ...memoryChart(samples, replicas, pixels));
+  const chart = memoryChart(samples, replicas, pixels);
+  return el("div", { class: "card curve memory", "data-device": device }, el("h3", {}, device, " ", el("small", {}, note)), ...chart, chart.length > 0 ? valuesOf(`memory of ${device}`, chart[0]) : null);
 }
 
 const beginOf = (samples) => Math.min(...samples.map((sample) => sample.ended_at_s - sample.seconds));
@@ -35,7 +38,10 @@ function memoryChart(samples, replicas, pixels) {
   const names = [...new Set(samples.flatMap((sample) => Object.keys(sample.components)))].toSorted((a, b) => ORDER.indexOf(a) - ORDER.indexOf(b));
   const series = names.map((name) => ({ name, colour: ORDER.indexOf(name) < 0 ? ORDER.length - 1 : ORDER.indexOf(name), last: times.map((_, place) => held.reduce((sum, own) => sum + (own[place]?.components[name] ?? 0), 0) / GIB) }));
   const leading = held[Math.max(0, replicas.findIndex((replica) => replica.startsWith("trainer")))];
-  return stack({ steps: times, width: pixels, from: 0, to: last - first, unit: "second" }, series, leading.map((sample) => sample?.phase ?? null)) ?? [];
+  const axis = { steps: times, width: pixels, from: 0, to: last - first, unit: "second" };
+  const drawing = stack(axis, series, leading.map((sample) => sample?.phase ?? null), phaseColour) ?? [];
+  if (drawing.length > 0) drawing[0].keys = axis;
+  return drawing;
 }
 
 /** Return one process's sample at each place: the largest that overlaps it, else the one before. */

@@ -59,17 +59,18 @@ function functions() {
   return Object.entries(summary.functions ?? {}).flatMap(([name, sources]) => sources.map((source) => [name, source.after_version ?? "from the start", source.sha256]));
 }
 
-function table(rows, names = []) {
+function table(title, rows, names = []) {
   const isFigure = (index) => (index > 0 && names[0] !== "time" ? "number" : "");
   const cells = (kind, row) => el("tr", {}, row.map((cell, index) => el(kind, { class: isFigure(index) }, String(cell))));
-  return el("div", { class: "scroll" }, el("table", {}, names.length > 0 ? el("thead", {}, cells("th", names)) : "", el("tbody", {}, rows.map((row) => cells("td", row)))));
+  return el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": title }, el("table", {}, names.length > 0 ? el("thead", {}, cells("th", names)) : "", el("tbody", {}, rows.map((row) => cells("td", row)))));
 }
 
-const card = (title, rows, names) => rows.length > 0 && el("div", { class: "card" }, el("h3", {}, title), table(rows, names));
-const fold = (title, inner) => inner && el("details", { class: "card" }, el("summary", {}, title), inner);
+const card = (title, rows, names) => rows.length > 0 && el("div", { class: "card" }, el("h3", {}, title), table(title, rows, names));
+const fold = (title, rows, names) => rows.length > 0 && el("details", { class: "card" }, el("summary", {}, title), table(title, rows, names));
 const pairs = (object) => Object.entries(object).filter(([, value]) => typeof value !== "object" || value === null);
 const put = (id, children) => byId(id).append(...children.filter(Boolean));
 
+byId("main").hidden = false; // before it is drawn there is nothing to see
 put("head", head());
 put("tiles", tiles());
 let zoomed = null;
@@ -86,9 +87,9 @@ drawMemory(byId("memory"), memory);
 put("tables", [card("Mean seconds per step", seconds()), card("Groups", groups()), card("Samples by lag", lags(), ["lag, in steps", "samples", "share"])]);
 drawRollouts(byId("rollouts"), rollouts);
 put("records", [
-  fold("summary", pairs(summary).length > 0 && table(pairs(summary))),
-  fold("versions", summary.versions && table(Object.entries(summary.versions))),
-  fold("your functions", functions().length > 0 && table(functions(), ["function", "after version", "SHA-256 of its source file"])),
-  fold("events", events.length > 0 && table(events.map((event) => [Number.isFinite(event.at_s) ? clock(event.at_s) : "", event.source ?? "", event.name ?? "", event.detail ?? ""]), ["time", "from", "event", "what"])),
-  fold("settings", settings && el("pre", {}, settings)),
+  fold("summary", pairs(summary)),
+  fold("versions", Object.entries(summary.versions ?? {})),
+  fold("your functions", functions(), ["function", "after version", "SHA-256 of its source file"]),
+  fold("events", events.map((event) => [Number.isFinite(event.at_s) ? clock(event.at_s) : "", event.source ?? "", event.name ?? "", event.detail ?? ""]), ["time", "from", "event", "what"]),
+  settings && el("details", { class: "card" }, el("summary", {}, "settings"), el("pre", { tabindex: "0" }, settings)),
 ]);

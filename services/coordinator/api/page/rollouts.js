@@ -32,7 +32,7 @@ export function drawRollouts(node, groups, { whole = async (group) => group, sho
     const sorting = (name) => el("th", { class: name === "completion" ? "" : "number", "aria-sort": order.by !== name ? "none" : order.down ? "descending" : "ascending" },
       name === "completion" ? name : el("button", { type: "button", class: "plain", "data-key": `sort-${name}`, onclick: () => { Object.assign(order, { by: name, down: order.by !== name || !order.down }); again(); } }, name, order.by === name ? (order.down ? " ↓" : " ↑") : ""));
     return [filterOf(Object.keys(fields), shown.length, rows.length, again),
-      el("div", { class: "card scroll" }, el("table", { class: "lines" }, el("thead", {}, el("tr", {}, el("th", {}), el("th", { class: "number" }, "times"), columns.map(sorting), sorting("completion"))), el("tbody", {}, body)))];
+      el("div", { class: "card scroll" }, el("table", { class: "lines" }, el("thead", {}, el("tr", {}, el("td", {}), el("th", { class: "number" }, "times"), columns.map(sorting), sorting("completion"))), el("tbody", {}, body)))];
   });
 }
 
@@ -122,9 +122,9 @@ function wholeOf(group, one, search, showProblem) {
     el("p", { class: "soft" }, `step ${figure(group.step)}, group ${group.group}, ${group.problem}, by ${group.replica}, v${one.versions.join(", v")}: ${figure(one.tokens)} tokens${cut} `,
       showProblem === null ? "" : el("button", { type: "button", class: "quiet", onclick: () => showProblem(group.row_id) }, "This problem in all versions")),
     Object.entries(one.scores).map(([name, score]) => el("p", { class: "soft" }, `${name} ${scoreOf(score)}${score.detail ? `: ${score.detail}` : ""}`)),
-    el("p", { class: "soft" }, "prompt"), el("pre", {}, marked(askedOf(group.prompt), search)),
-    group.answer === null ? "" : [el("p", { class: "soft" }, "answer"), el("pre", {}, marked(group.answer, search))],
-    turns.map((turn) => [el("p", { class: "soft" }, `${turn.role}${Number.isFinite(turn.reward) ? `, reward ${figure(turn.reward)}` : ""}`), el("pre", { class: "text" }, marked(String(turn.content), search))]),
+    el("p", { class: "soft" }, "prompt"), el("pre", { tabindex: "0" }, marked(askedOf(group.prompt), search)),
+    group.answer === null ? "" : [el("p", { class: "soft" }, "answer"), el("pre", { tabindex: "0" }, marked(group.answer, search))],
+    turns.map((turn) => [el("p", { class: "soft" }, `${turn.role}${Number.isFinite(turn.reward) ? `, reward ${figure(turn.reward)}` : ""}`), el("pre", { class: "text", tabindex: "0" }, marked(String(turn.content), search))]),
     one.characters > one.text.length ? el("p", { class: "soft" }, `${figure(one.characters - one.text.length)} characters of it are left out; rollouts.jsonl has all.`) : "");
 }
 

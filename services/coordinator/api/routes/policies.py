@@ -29,8 +29,12 @@ Listed = Callable[[int, int, PolicyState | None], Awaitable[Page[PolicyView]]]
 """Return a number of versions in a state (None: any) after one."""
 
 
-def policy_list(listed: Listed) -> APIRouter:
-    """Return the route of the versions that ``listed`` returns."""
+def policy_views(
+    listed: Listed,
+    viewed: Callable[[int], Awaitable[PolicyView]],
+    compared: Callable[[int, int], Awaitable[Comparison]],
+) -> APIRouter:
+    """Return the reading routes of the versions that the functions return. They raise HTTPException: an unknown version."""
     router = APIRouter(prefix="/v1/policies", tags=["policies"])
 
     @router.get(
@@ -43,20 +47,21 @@ def policy_list(listed: Listed) -> APIRouter:
         page = await soon(listed(-1 if cursor is None else int(cursor), limit, state))
         return Response(page.model_dump_json(), media_type="application/json")  # valid: not checked twice
 
+    @router.get("/{version}", operation_id="getPolicy", summary="One policy version")
+    async def policy(version: Version) -> PolicyView:
+        return await soon(viewed(version))
+
+    @router.get("/{version}/compare/{other}", operation_id="comparePolicies", summary="Two versions side by side")
+    async def compare_policies(version: Version, other: Version) -> Comparison:
+        return await soon(compared(version, other))
+
     return router
 
 
 def policy_routes(parts: Parts) -> APIRouter:
     """Return the routes under /v1/policies."""
-    router = policy_list(functools.partial(_page, parts))
-
-    @router.get("/{version}", operation_id="getPolicy", summary="One policy version")
-    async def policy(version: Version) -> PolicyView:
-        return (await soon(_views(parts, [await soon(_record(parts, version))])))[0]
-
-    @router.get("/{version}/compare/{other}", operation_id="comparePolicies", summary="Two versions side by side")
-    async def compare_policies(version: Version, other: Version) -> Comparison:
-        return await soon(_compare(parts, version, other))
+    listed, viewed, compared = (functools.partial(_page, parts), functools.partial(_policy, parts), functools.partial(_compare, parts))  # fmt: skip
+    router = policy_views(listed, viewed, compared)
 
     @router.post(
         "/{version}/rollback",
@@ -155,6 +160,10 @@ async def _views(parts: Parts, records: Sequence[PolicyRecord]) -> list[PolicyVi
     ]
 
 
+async def _policy(parts: Parts, version: int) -> PolicyView:
+    return (await _views(parts, [await _record(parts, version)]))[0]
+
+
 async def _record(parts: Parts, version: int) -> PolicyRecord:
     record = await parts.ledger.policy(PolicyVersion(version))
     if record is None:
@@ -168,14 +177,8 @@ async def _compare(parts: Parts, version: int, other: int) -> Comparison:
     left, right = await _record(parts, version), await _record(parts, other)
     ancestor = await common_ancestor(parts.ledger, left, right, await parts.ledger.revoked())
     evaluated = await evaluations_of(parts.bus, [left.version, right.version])
-    first_set = next((results[0].set for results in evaluated.values() if results), "")
-    accuracy = {
-        evaluation.version: evaluation.accuracy
-        for results in evaluated.values()
-        for evaluation in results
-        if evaluation.set == first_set
-    }
-    return compare(left, right, ancestor, accuracy)
+    views = {int(of): [evaluation_view(evaluation) for evaluation in known] for of, known in evaluated.items()}
+    return compare(left, right, ancestor, views)
 
 
 async def _mark(parts: Parts, number: int, *, pinned: bool | None = None, released: bool | None = None) -> PolicyMark:
