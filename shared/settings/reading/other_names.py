@@ -43,6 +43,7 @@ OTHER_NAMES: Mapping[str, Mapping[str, str]] = {
         "max_completion_length": "sampling.max_new_tokens",
         "max_prompt_length": _LENGTH,
         "max_steps": "run.steps",
+        "max_tool_calling_iterations": "episodes.max_turns, one more than the calls",
         "model": "policy.model",
         "model_name_or_path": "policy.model",
         "num_generations": "sampling.group_size",
