@@ -17,7 +17,7 @@ def kill_group(pid: int) -> None:
 
 
 def kill_marked(variable: str, value: str) -> None:
-    """SIGKILL every process that was given ``variable`` in its environment, wherever it has moved, until there is none."""
+    """SIGKILL every process that was given ``variable`` in its environment, wherever it has moved, until all have ended."""
     while marked := [process for process in psutil.process_iter() if _environment(process).get(variable) == value]:
         for process in marked:
             with contextlib.suppress(psutil.Error):

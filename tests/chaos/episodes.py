@@ -42,6 +42,16 @@ def flags(folder: Path) -> Mapping[str, object]:
     }
 
 
+def audit_evaluations(folder: Path) -> None:
+    """Check that problems were played between faults, and that results say how."""
+    results = [json.loads(line) for line in (folder / "evaluations.jsonl").read_text().splitlines()]
+    whole = [result for result in results if not result["note"]]
+    assert whole, f"no evaluation has all answers: {results}"
+    for result in whole:
+        assert 1 <= result["turns"] <= 4
+        assert result["ended"] == {"agent": 1.0}
+
+
 class EpisodeFaults:
     """Faults of ``run``, whose agent records its keys in ``folder``."""
 

@@ -312,6 +312,8 @@ async def storm(
                 await run.more_steps(bus, 5)
             await run.stop()
         assert (await Ledger(bus).status()).state in ENDED
+        if with_episodes:
+            episodes.audit_evaluations(run.folder)
         return await _figures(bus, run, raging, watcher, seed, raged_s)
 
 

@@ -16,7 +16,7 @@ from tests.conftest import PATIENCE_S
 from tests.support.chart import ROOT, TRACKED, Json, render, template_of, values
 
 STORE = Path(os.environ.get("PENSTOCK_IMAGES", "/var/tmp/penstock-images"))
-IMAGES = ("coordinator", "executor", "pod", "reward", "rollout", "tracking", "trainer")
+IMAGES = ("coordinator", "episodes", "executor", "pod", "reward", "rollout", "tracking", "trainer")
 CHANGE_BYTES = 10_000_000
 EXAMPLES = "/mnt"
 """Where a container sees this repository: its examples are in no image."""

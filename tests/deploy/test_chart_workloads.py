@@ -19,6 +19,7 @@ from penstock.shared.settings import load
 from tests.support.chart import (
     ALL_CRDS,
     CASES,
+    EPISODES,
     GPU,
     NEWEST,
     ROOT,
@@ -59,6 +60,7 @@ def job_sets(helm: None) -> Mapping[str, Sequence[Release]]:
         "queued": [of(kueue={"queue": "research", "priorityClass": "high"})],
         "scaled": [of(rollout={"autoscaling": scaled}, reward={"autoscaling": {"enabled": True}})],
         "fixed": [of(rollout={"autoscaling": {**scaled, "maxReplicas": 2}})],
+        "episodes": [of(run={"config": EPISODES}, rollout={"autoscaling": scaled})],
         "kept": [of(run={"onFinish": "keep"})],
         "limited": [of(run={"activeDeadlineSeconds": 3600})],
     }
@@ -147,6 +149,27 @@ def test_keda_adds_replicas_to_those_of_the_job_set(job_sets: Mapping[str, Seque
     assert release.workload("reward")["kind"] == "Deployment"
     assert not fixed.of("ScaledObject", "rollout")
     assert not fixed.of("Deployment", "rollout")
+
+
+def test_episodes_are_beside_the_job_set_whose_replicas_follow_their_streams(
+    job_sets: Mapping[str, Sequence[Release]],
+) -> None:
+    (release,) = job_sets["episodes"]
+    spec = release.one("ScaledObject", "rollout")["spec"]
+    assert spec["advanced"]["scalingModifiers"]["formula"] == "max(episodes + eval_episodes - 512, 0)"
+    assert [trigger["name"] for trigger in spec["triggers"]] == ["episodes", "eval_episodes"]
+    (container,) = release.workload("episodes")["spec"]["template"]["spec"]["containers"]
+    assert environment(container)["PENSTOCK__EPISODES__LISTEN"] == "$(POD_IP):8100"
+    (coordinator,) = template_of(release.workload("coordinator"))["spec"]["containers"]
+    released = json.loads(environment(coordinator)["PENSTOCK__INTERNAL__RELEASE"])
+    assert "apps/v1/deployments/demo-penstock-episodes" in released
+    assert not [
+        name
+        for of in job_sets.values()
+        for each in of[:1]
+        if each is not release
+        for name in each.of("Deployment", "episodes")
+    ]
 
 
 def test_every_pool_is_a_job_of_the_job_set_to_which_keda_adds() -> None:

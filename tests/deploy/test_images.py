@@ -20,7 +20,7 @@ from penstock.shared.process.service import INVALID_SETTINGS
 from tests.support.chart import ROOT
 
 DOCKER = ROOT / "deploy/docker"
-SERVICES = ("coordinator", "executor", "reward", "rollout", "tracking", "trainer")
+SERVICES = ("coordinator", "episodes", "executor", "reward", "rollout", "tracking", "trainer")
 SLIM = (*SERVICES, "pod")
 INSTALLED = ("coordinator", "executor", "reward")
 MODULES = {name: f"penstock.services.{name}" for name in SERVICES} | {
@@ -33,6 +33,7 @@ CPU_ONLY = {"intel-cmplr-lib-ur", "intel-openmp"}
 """Requirements of those."""
 EXTRAS = {
     "coordinator": ("coordinator", "traces"),
+    "episodes": ("episodes", "traces"),
     "executor": (),
     "reward": ("reward", "traces"),
     "reward-models": ("reward", "reward-models", "s3", "traces"),

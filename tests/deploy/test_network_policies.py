@@ -3,12 +3,14 @@
 import pytest
 
 from tests.conftest import need
-from tests.support.chart import TRACKED, labels, render, values
+from tests.support.chart import AGENTS, EPISODES, TRACKED, labels, render, values
 from tests.support.policy_network import Peer, PolicyNetwork
 
 pytestmark = pytest.mark.usefixtures("helm")
-PORTS = (53, 5353, 6379, 6443, 8000, 9400, 9500, 29500, 41234)
-NAME_SERVERS = {(name, port) for name in ("node-dns", "kube-dns", "stranger", "prometheus") for port in (53, 5353)}
+PORTS = (53, 5353, 6379, 6443, 8000, 8100, 9400, 9500, 29500, 41234)
+NAME_SERVERS = {
+    (name, port) for name in ("node-dns", "kube-dns", "agents", "stranger", "prometheus") for port in (53, 5353)
+}
 """Any pod that no policy isolates may be one."""
 
 
@@ -19,9 +21,10 @@ def to(name: str, *ports: int) -> set[tuple[str, int]]:
 SERVED = to("coordinator", 8000)
 """By default to all pods of the namespace."""
 MEASURED = {
-    (role, 9400) for role in ("coordinator", "rollout", "rollout-1", "reward", "trainer", "executor", "tracking")
+    (role, 9400)
+    for role in ("coordinator", "rollout", "rollout-1", "reward", "trainer", "executor", "episodes", "tracking")
 }
-OUTSIDE = to("kube-dns") | to("node-dns") | to("internet") | to("prometheus") | to("stranger")
+OUTSIDE = to("kube-dns") | to("node-dns") | to("internet") | to("prometheus") | to("agents") | to("stranger")
 ENGINES = to("trainer") | to("rollout") | to("rollout-1")
 EXPECTED = {
     "coordinator": NAME_SERVERS | to("bus", 6379) | {(name, 6443) for name, _ in OUTSIDE},  # an API server's port
@@ -29,6 +32,11 @@ EXPECTED = {
     "rollout-1": NAME_SERVERS | to("bus", 6379) | ENGINES - to("rollout-1"),
     "trainer": NAME_SERVERS | to("bus", 6379) | ENGINES - to("trainer"),
     "reward": NAME_SERVERS | to("bus", 6379) | to("executor", 9500),
+    "episodes": NAME_SERVERS | to("bus", 6379) | to("rollout") | to("rollout-1"),
+    "agents": SERVED
+    | MEASURED
+    | to("episodes", 8100)
+    | OUTSIDE - to("agents"),  # the last as any pod that is not of the run
     "tracking": NAME_SERVERS | to("bus", 6379) | {(name, 41234) for name, _ in OUTSIDE},  # a tracker's port
     "check": NAME_SERVERS | to("bus", 6379) | SERVED,
     "executor": set(),
@@ -41,12 +49,20 @@ EXPECTED = {
 def test_every_needed_connection_opens_and_every_other_is_refused() -> None:
     need("ip", "iproute2")
     need("nft", "nftables")
-    release = render(values(run={"config": TRACKED}, executor={"enabled": True}, tracking={"port": 41234}))
+    release = render(
+        values(
+            run={"config": TRACKED + EPISODES[EPISODES.index("\n[episodes]") :]},
+            networkPolicy={"agentsFrom": [{"podSelector": {"matchLabels": AGENTS}}]},
+            executor={"enabled": True},
+            tracking={"port": 41234},
+        )
+    )
     pods = {role: labels(pod) for role, pod in release.pods()}
     peers = [
         *(Peer(role, own) for role, own in pods.items()),
         Peer("rollout-1", pods["rollout"]),
         Peer("stranger", {"app": "notebook"}),
+        Peer("agents", AGENTS),
         Peer("prometheus", {"app": "prometheus"}, namespace="monitoring"),
         Peer("kube-dns", {"k8s-app": "kube-dns"}, namespace="kube-system"),
         Peer("internet", {}, namespace=""),

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from penstock.shared.settings import given, loads
-from tests.support.chart import ALL_CRDS, NEWEST, ROOT, TRACKED, play_all, values
+from tests.support.chart import ALL_CRDS, EPISODES, NEWEST, ROOT, TRACKED, play_all, values
 
 REGISTRY = "registry.test/team"
 PUBLISHED = subprocess.run(
@@ -23,6 +23,7 @@ PUBLISHED = subprocess.run(
 def test_every_image_that_the_chart_names_is_published_and_no_other() -> None:
     cases = [
         values(run={"config": TRACKED}, executor={"enabled": True}),
+        values(run={"config": EPISODES}),
         values(run={"config": TRACKED, "kind": "pod"}),
     ]
     played = play_all([[case] for case in cases], version=NEWEST, crds=ALL_CRDS)
@@ -50,7 +51,17 @@ def test_every_image_has_its_digest_in_the_values_that_are_written_and_its_own_l
     subprocess.run([checkout / "deploy/publish", REGISTRY], check=True, env=own)
     written = yaml.safe_load((checkout / "images.yaml").read_text())
     assert written.pop("image").keys() == {"registry", "tag", "arch"}
-    assert written.keys() == {"coordinator", "executor", "pod", "reward", "rollout", "tracking", "trainer", "valkey"}
+    assert written.keys() == {
+        "coordinator",
+        "episodes",
+        "executor",
+        "pod",
+        "reward",
+        "rollout",
+        "tracking",
+        "trainer",
+        "valkey",
+    }
     for role, given_values in written.items():
         name = "valkey/valkey" if role == "valkey" else f"penstock-{role}"
         assert re.fullmatch(rf"{REGISTRY}/{name}@sha256:[0-9]{{64}}", given_values["image"])

@@ -181,6 +181,8 @@ def environment(container: Json) -> Mapping[str, Any]:
     return {variable["name"]: variable.get("value", variable.get("valueFrom")) for variable in container["env"]}
 
 
+EPISODES = values()["run"]["config"] + '\n[episodes]\nagent = "my_agent:run"\nreplicas = 2\n'
+AGENTS = {"app": "agents"}
 TRACKED = values()["run"]["config"] + '\n[tracking]\nsinks = ["mlflow"]\n'
 EVERYTHING: Json = {
     "run": {"config": TRACKED},
@@ -210,6 +212,9 @@ CASES: Mapping[str, Json] = {
     "defaults": values(),
     **{path.stem: values(path.stem) for path in sorted(EXAMPLES.glob("*.yaml"))},
     "everything": values("two-pools", **EVERYTHING),
+    "episodes": values(
+        run={"config": EPISODES}, networkPolicy={"agentsFrom": [{"podSelector": {"matchLabels": AGENTS}}]}
+    ),
     "two-nodes-per-engine": values(
         "two-nodes-per-engine",
         run={"config": values()["run"]["config"] + "\n[rollout.vllm]\ntensor_parallel_size = 16\n"},

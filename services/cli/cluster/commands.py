@@ -49,10 +49,6 @@ def deploy(
     **Examples:** `penstock deploy my-run.toml --on cluster.toml` · `penstock deploy my-run.toml --on cluster.toml --dry-run`
     """
     settings, cluster = load(config), cluster_file.read(on)
-    if settings.episodes.is_on:
-        raise SettingsError(
-            "expected no [episodes] for a cluster, whose chart does not start that service yet: run it by penstock up"
-        )
     name = name or settings.run.id or config.stem.lower().replace("_", "-").replace(".", "-")
     if _NAME.fullmatch(name) is None:
         raise SettingsError(

@@ -88,7 +88,7 @@ from the namespace's range, and admits no others. */}}
 {{/* The roles of this release, without the bus. */}}
 {{- define "penstock.roles" -}}
 {{- if eq (include "penstock.kind" .) "pod" -}}pod{{- else -}}
-coordinator rollout reward trainer{{ if .Values.executor.enabled }} executor{{ end }}{{ if include "penstock.tracks" . }} tracking{{ end }}
+coordinator rollout reward trainer{{ if (include "penstock.settings" . | fromJson).episodes }} episodes{{ end }}{{ if .Values.executor.enabled }} executor{{ end }}{{ if include "penstock.tracks" . }} tracking{{ end }}
 {{- end -}}
 {{- end -}}
 
@@ -106,7 +106,7 @@ yes
 {{- define "penstock.settings" -}}
 {{- $toml := fromToml .Values.run.config -}}
 {{- with $toml.Error }}{{ fail (printf "expected TOML in run.config, but %s: correct the file" .) }}{{ end -}}
-{{- range $name := list "algorithm" "bus" "data" "placement" "reward" "rollout" "tracking" "trainer" -}}
+{{- range $name := list "algorithm" "bus" "data" "episodes" "placement" "reward" "rollout" "tracking" "trainer" -}}
 {{- if not (kindIs "map" (dig $name dict $toml)) }}{{ fail (printf "expected a table %s in run.config, found %v: change it" $name (get $toml $name)) }}{{ end -}}
 {{- end -}}
 {{- $code := false -}}
@@ -120,6 +120,7 @@ yes
       "ranks" (dig "trainer" "ranks" 1 $toml | int)
       "span" (dig "rollout" "vllm" "tensor_parallel_size" 1 $toml | int)
       "rollouts" (dig "rollout" "replicas" 1 $toml | int)
+      "episodes" (ternary (dig "episodes" "replicas" 1 $toml | int) 0 (not (empty (dig "episodes" dict $toml))))
       "rewards" (dig "reward" "replicas" 1 $toml | int)
       "trainerGpus" $trainer
       "rolloutGpus" $rollout
@@ -159,6 +160,7 @@ yes
 {{- end -}}
 {{- range until (int $run.rollouts) }}{{ $all = append $all (dict "service" "rollout" "name" (printf "rollout-%d" .) "starts" $samples) }}{{ end -}}
 {{- range until (int $run.rewards) }}{{ $all = append $all (dict "service" "reward" "name" (printf "reward-%d" .) "starts" $samples) }}{{ end -}}
+{{- range until (int $run.episodes) }}{{ $all = append $all (dict "service" "episodes" "name" (printf "episodes-%d" .) "starts" $samples) }}{{ end -}}
 {{- if $run.tracks }}{{ $all = append $all (dict "service" "tracking" "name" "tracking-0" "starts" true) }}{{ end -}}
 {{- $started := list -}}
 {{- range $index, $one := $all -}}
@@ -260,7 +262,7 @@ look it up and makes a new one each time: there, use secrets of your own. */}}
 {{- $own := index .root.Values .role -}}
 {{- $kind := include "penstock.kind" .root -}}
 {{- if eq $kind "workloads" -}}yes
-{{- else if and (eq $kind "jobset") (ne .role "trainer") (dig "autoscaling" "enabled" (eq .role "executor") $own) -}}
+{{- else if and (eq $kind "jobset") (ne .role "trainer") (dig "autoscaling" "enabled" (has .role (list "episodes" "executor")) $own) -}}
 {{- if or (ne .role "rollout") (gt (int $own.autoscaling.maxReplicas) (int (include "penstock.gang" .root))) -}}yes{{- end -}}
 {{- end -}}
 {{- end -}}

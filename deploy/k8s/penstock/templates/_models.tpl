@@ -2,7 +2,7 @@
 
 {{/* "yes" for roles that load models. */}}
 {{- define "penstock.readsModels" -}}
-{{- if and .root.Values.models (or (has .role (list "trainer" "rollout")) (gt (int (dig "gpu" "count" 0 (index .root.Values .role))) 0)) }}yes{{ end -}}
+{{- if and .root.Values.models (or (has .role (list "episodes" "trainer" "rollout")) (gt (int (dig "gpu" "count" 0 (index .root.Values .role))) 0)) }}yes{{ end -}}
 {{- end -}}
 
 {{/* Sources to download, separated by spaces. */}}

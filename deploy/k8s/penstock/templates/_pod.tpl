@@ -181,6 +181,9 @@ spec:
 - {name: PENSTOCK__COORDINATOR__PORT, value: "8000"}
 - {name: PENSTOCK__COORDINATOR__TOKEN_FILE, value: /etc/penstock/api/token}
 {{- end }}
+{{- if eq .role "episodes" }}
+- {name: PENSTOCK__EPISODES__LISTEN, value: "$(POD_IP):8100"}  # a key is good at its own pod
+{{- end }}
 {{- if and (eq .role "reward") $values.executor.enabled }}
 - {name: PENSTOCK__REWARD__EXECUTOR__ADDRESS, value: {{ printf "%s:9500" (include "penstock.name" (dict "root" .root "role" "executor")) }}}
 - {name: PENSTOCK__REWARD__EXECUTOR__SECRET_FILE, value: /etc/penstock/executor/secret}
@@ -245,6 +248,9 @@ spec:
 {{- end }}
 {{- if has .role (list "coordinator" "pod") }}
 - {name: http, containerPort: 8000}
+{{- end }}
+{{- if eq .role "episodes" }}
+- {name: turns, containerPort: 8100}
 {{- end }}
 {{- if eq .role "executor" }}
 - {name: jobs, containerPort: 9500}
