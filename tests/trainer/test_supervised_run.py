@@ -60,7 +60,7 @@ async def test_preference_pairs_are_trained_once_whatever_is_killed_and_held_out
     assert steps[0]["loss"] == pytest.approx(math.log(2), abs=FORWARD), "at first, the policy is the reference"
     assert losses[len(steps)] <= losses[1] / 2
     assert ordered[len(steps)] >= ordered[1]
-    assert ordered[len(steps)] >= 0.95
+    assert ordered[len(steps)] >= 0.85, "at first 0.75, of which half have two turns"
     assert steps[-1]["preference_margin"] > 1.0 > abs(steps[0]["preference_margin"])
     assert all("reward_mean" not in step for step in steps), "what makes a pair is no score"
 
