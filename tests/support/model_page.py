@@ -26,7 +26,8 @@ tokens on a GPU and 160 on a CPU, and does not cover gradients of large matrices
 _ROWS = """
 ## Packed rows
 
-A group's prompt is computed once, and completions lie side by side (`trainer.packing = "auto"` chooses this).
+A group's prompt is computed once, and completions lie side by side (`trainer.packing = "auto"` chooses this). Trees of
+episodes equal their branches, in float64 to 1e-12 (`tests/trainer/model/test_trees.py`).
 """
 _SEQUENCES = """
 ## Sequence by sequence
