@@ -2,7 +2,8 @@
 
 import json
 import sys
-from typing import Annotated
+from pathlib import PurePath
+from typing import Annotated, Any
 from urllib.parse import quote
 
 import typer
@@ -41,7 +42,27 @@ def _add_list(group: typer.Typer, name: str, path: str, sentence: str) -> None:
 # ---------------------------------------------------------------- policies
 
 
-_add_list(policies, "policies", "/v1/policies", "List every policy version and the version it was trained from.")
+@policies.callback()
+@connected
+def list_policies(connection: Connection, context: typer.Context, most: Most = 1000) -> None:
+    """List the newest policy versions, oldest first, each with the version that it was trained from.
+
+    **Example:** `penstock policies --most 20`
+    """
+    if context.invoked_subcommand is not None:
+        return
+    from penstock.services.cli import tables
+
+    reader = connection.reader()
+    before = (reader.run().newest_version or 0) - most
+    items = reader.items("/v1/policies", most, **({} if before < 0 else {"cursor": before}))
+    tables.show("policies", items if connection.as_json else list(map(_short, items)), as_json=connection.as_json)
+
+
+def _short(item: dict[str, Any]) -> dict[str, Any]:
+    """Return a version with its accuracy on the first set, and its checkpoint's name for a path."""
+    accuracy = next((each["accuracy"] for each in item.get("evaluations", ())), None)
+    return {**item, "accuracy": accuracy, "checkpoint": item["checkpoint"] and PurePath(item["checkpoint"]).name}
 
 
 @policies.command("show")

@@ -12,7 +12,17 @@ from penstock.services.up.display import console
 from penstock.shared.text.terminal import escaped, escaped_line
 
 COLUMNS: dict[str, tuple[str, ...]] = {
-    "policies": ("version", "parent", "step", "state", "checkpoint", "pinned", "released", "metrics.reward_mean"),
+    "policies": (
+        "version",
+        "parent",
+        "step",
+        "state",
+        "checkpoint",
+        "pinned",
+        "released",
+        "accuracy",
+        "metrics.reward_mean",
+    ),
     "services": ("replica", "service", "state", "version", "versions_behind", "cordon", "healthy", "last_error"),
     "dead": ("stream", "entry", "group", "attempts", "buried_at_s", "reason"),
     "events": ("at_s", "source", "name", "detail"),
@@ -20,7 +30,9 @@ COLUMNS: dict[str, tuple[str, ...]] = {
     "runs": ("run_id", "state", "step", "head", "here", "reason"),
 }
 """Columns by command; dots select nested fields."""
-_UNBROKEN = frozenset({"replica", "service", "version", "step", "state", "source", "at_s", "stream", "entry"})
+_UNBROKEN = frozenset(
+    {"checkpoint", "replica", "service", "version", "step", "state", "source", "at_s", "stream", "entry"}
+)
 """Columns that stay whole on a narrow terminal."""
 
 
@@ -36,7 +48,8 @@ def show(command: str, items: Sequence[dict[str, Any]], *, as_json: bool) -> Non
         heading = (
             name.rpartition(".")[2].removesuffix("_at_s").removesuffix("_s").removeprefix("versions_").replace("_", " ")
         )
-        table.add_column(heading, overflow="fold", no_wrap=name in _UNBROKEN)
+        longest = max(map(len, heading.split()))
+        table.add_column(heading, overflow="fold", no_wrap=name in _UNBROKEN, min_width=longest)
     for item in items:
         table.add_row(*(Text(cell(item, name)) for name in COLUMNS[command]))
     console.show(table)

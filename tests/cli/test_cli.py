@@ -550,14 +550,15 @@ def test_a_resume_that_would_be_another_run_is_refused_in_a_sentence_and_changes
 
 
 @pytest.mark.parametrize(
-    ("command", "path"), [("policies", "/v1/policies"), ("services", "/v1/services"), ("dead", "/v1/dead-letters")]
+    ("command", "paths"),
+    [("policies", ["/v1/run", "/v1/policies"]), ("services", ["/v1/services"]), ("dead", ["/v1/dead-letters"])],
 )
 def test_a_list_is_what_its_group_does_alone(
-    coordinator: Coordinator, command: str, path: str, capsys: pytest.CaptureFixture[str]
+    coordinator: Coordinator, command: str, paths: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([command, "--url", coordinator.url, "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == SERVICES["services"]
-    assert [asked.partition("?")[0] for asked in coordinator.read] == [path]
+    assert [asked.partition("?")[0] for asked in coordinator.read] == paths
     assert main([command, "list"]) == 2
     assert f"use `penstock {command}`" in capsys.readouterr().err
 

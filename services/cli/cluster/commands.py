@@ -10,14 +10,12 @@ from typing import Annotated
 
 import typer
 
-from penstock.services.cli.cluster import cluster_file, programs
+from penstock.services.cli.cluster import programs
 from penstock.services.cli.cluster.deployment import Deployment, find
 from penstock.services.cli.cluster.upgrade import compared, confirm
 from penstock.services.cli.connection import LATEST
 from penstock.services.up.display import console
 from penstock.shared.errors import PenstockError, SettingsError
-from penstock.shared.settings import load
-from penstock.shared.settings.reading.published import check_public
 from penstock.shared.text.terminal import escaped_line
 
 _NAME = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")
@@ -48,6 +46,10 @@ def deploy(
 
     **Examples:** `penstock deploy my-run.toml --on cluster.toml` · `penstock deploy my-run.toml --on cluster.toml --dry-run`
     """
+    from penstock.services.cli.cluster import cluster_file
+    from penstock.shared.settings import load
+    from penstock.shared.settings.reading.published import check_public
+
     settings, cluster = load(config), cluster_file.read(on)
     name = name or settings.run.id or config.stem.lower().replace("_", "-").replace(".", "-")
     if _NAME.fullmatch(name) is None:

@@ -13,7 +13,6 @@ from contextvars import ContextVar
 from pathlib import Path
 
 from penstock.services.cli.cluster import programs
-from penstock.services.up.run_folder import link_latest
 from penstock.shared.errors import PenstockError
 from penstock.shared.files.durable import write_whole
 
@@ -57,6 +56,8 @@ class Deployment:
         """Record it in ``folder``, to which ``latest`` then points."""
         folder.mkdir(parents=True, exist_ok=True)
         write_whole(folder / _RECORD, json.dumps(dataclasses.asdict(self), indent=2) + "\n")
+        from penstock.services.up.run_folder import link_latest
+
         link_latest(folder)
 
     def connect(self) -> tuple[str, str]:
