@@ -13,6 +13,7 @@ from penstock.services.episodes.messages import Message
 from penstock.services.episodes.renderer import Renderer, Tools
 from penstock.services.episodes.tree import Segment, Tree, Turn
 from penstock.shared.bus.messages import Ended, FinishReason, Int32Array, Prompt, Sample, Sampling
+from penstock.shared.bus.transcript import TranscribedTurn, written
 from penstock.shared.errors import PenstockError
 from penstock.shared.model.tokenizer import clock_of
 from penstock.shared.peers.turns import DrawnTurn
@@ -31,7 +32,9 @@ FORKS = Counter(
 )
 for _cause in ("history", "template"):
     FORKS.labels(_cause)
-_LONGEST_TEXT = 65_536
+
+
+_MARKER = "tools"
 
 
 class EpisodeOver(PenstockError):
@@ -75,7 +78,9 @@ class Episode:
         self._begun = 0
         self._ends_at_s = time.monotonic() + limits.deadline_s
         self._last: Turn | None = None
-        self._turns: list[tuple[Turn, Answer, float]] = []
+        self._turns: list[Turn] = []
+        self._transcribed: list[TranscribedTurn] = []
+        self._answered_s = time.monotonic()
 
     @property
     def turns(self) -> int:
@@ -115,7 +120,8 @@ class Episode:
     ) -> Answer:
         number, started_s = self._begun, time.monotonic()
         known = [*_marker(tools), *messages]
-        after, at, before = await self._placed(known, len(known) - len(messages), tools)
+        waited_s = started_s - self._answered_s
+        after, at, before, fork = await self._placed(known, len(known) - len(messages), tools)
         ids, rendered_s = at.path, time.monotonic()
         sampling = self._sampling(len(ids), max_tokens, stop)
         drawn = await self._draw(ids, sampling, number)
@@ -125,14 +131,27 @@ class Episode:
         message, stopped = _cut_at(message, stop)
         answer = Answer(message, drawn.finish_reason, len(ids), drawn, stopped)
         self._last = self._tree.add(at, drawn, after, before, message)
-        self._turns.append((self._last, answer, time.monotonic() - started_s))
+        self._turns.append(self._last)
+        self._answered_s = time.monotonic()
+        self._transcribed.append(
+            TranscribedTurn(
+                messages=[each.for_template() for each in (*before, message) if each.role != _MARKER],
+                after=None if after is None else after.number,
+                segment=0,  # known at the end
+                tokens=len(drawn.token_ids),
+                versions=sorted(set(drawn.version_spans[:, 1].tolist())),
+                seconds=round(self._answered_s - started_s, 3),
+                waited_s=round(waited_s, 3),
+                fork=fork,
+            )
+        )
         return answer
 
     async def _placed(
         self, known: Sequence[Message], first: int, tools: Tools
-    ) -> tuple[Turn | None, Segment, Sequence[Message]]:
-        """Return the turn that a history continues, where its ids end, and the messages between; ``first`` of them are
-        markers.
+    ) -> tuple[Turn | None, Segment, Sequence[Message], str]:
+        """Return the turn that a history continues, where its ids end, the messages between, and why it is a branch;
+        ``first`` of the messages are markers.
         """
         clock_s = clock_of(self.prompt)
         after, answered = self._tree.attach(known)
@@ -141,13 +160,15 @@ class Episode:
             last_id = int(after.segment.token_ids[-1])
             rest = await asyncio.to_thread(self._renderer.after, exact, answered - first, tools, last_id, clock_s)
             if rest is not None:
-                return after, self._tree.place(rest, after)[0], known[answered:]
+                return after, self._tree.place(rest, after)[0], known[answered:], ""
+        cause = ""
         if self._tree.turns:
             is_new = after is None or any(message.role == "assistant" for message in known[answered:])
-            FORKS.labels("history" if is_new else "template").inc()
+            cause = "history" if is_new else "template"
+            FORKS.labels(cause).inc()
         exact = [*(after.history[first:] if after else ()), *known[answered if after else first :]]
         whole = await asyncio.to_thread(self._renderer.whole, exact, tools, clock_s)
-        return after, self._tree.place(whole, None)[0], known[answered:]
+        return after, self._tree.place(whole, None)[0], known[answered:], cause
 
     def _sampling(self, ids: int, max_tokens: int | None, stop: Sequence[str]) -> Sampling:
         given, left = self.prompt.sampling, self._limits.context_tokens - ids
@@ -181,31 +202,19 @@ class Episode:
             support_ids=columns.support_ids,
             segments=columns.segments,
             ended=self.ended,
-            transcript=self._transcript(),
+            transcript=written(
+                [
+                    dataclasses.replace(each, segment=columns.sampled.index(turn.segment))
+                    for turn, each in zip(self._turns, self._transcribed, strict=True)
+                ]
+            ),
             environment_reward=reward,
         )
-
-    def _transcript(self) -> bytes:
-        turns = [
-            {
-                "after": None if turn.parent is None else turn.parent.number,
-                "messages": [_shown(message) for message in (*turn.before, turn.answer)],
-                "tokens": len(answer.drawn.token_ids),
-                "seconds": round(seconds, 3),
-            }
-            for turn, answer, seconds in self._turns
-        ]
-        return json.dumps({"turns": turns}).encode()
-
-
-def _shown(message: Message) -> dict[str, object]:
-    shown = {**message.for_template(), "content": message.text[:_LONGEST_TEXT]}
-    return {name: value for name, value in shown.items() if value}
 
 
 def _marker(tools: Tools) -> list[Message]:
     """Return what stands for the tools in a history: other tools make another one."""
-    return [Message("tools", json.dumps(list(tools), sort_keys=True))] if tools else []
+    return [Message(_MARKER, json.dumps(list(tools), sort_keys=True))] if tools else []
 
 
 def _cut_at(message: Message, stop: Sequence[str]) -> tuple[Message, str]:

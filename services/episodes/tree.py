@@ -72,6 +72,7 @@ class TreeColumns:
     segments: Int32Array
     support_sizes: Int32Array
     support_ids: Int32Array
+    sampled: Sequence[Segment]
 
 
 class Tree:
@@ -144,6 +145,7 @@ class Tree:
             segments=np.array(segments, dtype=np.int32),
             support_sizes=np.concatenate(sizes) if restricted else no_ids(),
             support_ids=np.concatenate([part.support_ids for part in parts]) if restricted else no_ids(),
+            sampled=[part for part, _ in rows if part.drawn is not None],
         )
 
 
