@@ -13,6 +13,7 @@ from penstock.services.episodes.messages import Message
 from penstock.services.episodes.renderer import Renderer, Tools
 from penstock.services.episodes.tree import Segment, Tree, Turn, turn_of
 from penstock.shared.bus.messages import Ended, FinishReason, Int32Array, Prompt, Sample, Sampling
+from penstock.shared.bus.transcripts import TranscribedTurn, written
 from penstock.shared.errors import PenstockError, PermanentError
 from penstock.shared.model.tokenizer import clock_of
 from penstock.shared.peers.turns import DrawnTurn
@@ -33,7 +34,7 @@ for _cause in ("history", "template"):
     FORKS.labels(_cause)
 BEFORE = Counter("penstock_episodes_history_tokens_total", "Tokens before turns, which replicas read or have cached.")
 CACHED = Counter("penstock_episodes_cached_tokens_total", "Of these, tokens in the prefix cache of the turn's replica.")
-_LONGEST_TEXT = 65_536
+_MARKER = "tools"
 
 
 class EpisodeOver(PenstockError):
@@ -62,8 +63,8 @@ class Answer:
     """The stop text that the message was cut at."""
 
 
-_Place = tuple[Turn | None, Segment, Sequence[Message]]
-"""The turn that a history continues, where its ids end, and the messages between."""
+_Place = tuple[Turn | None, Segment, Sequence[Message], str]
+"""The turn that a history continues, where its ids end, the messages between, and why it is a branch."""
 Draw = Callable[[Int32Array, Sampling, int], Awaitable[DrawnTurn]]
 """Ids, sampling and the number of the turn to what the policy draws after them."""
 
@@ -81,7 +82,9 @@ class Episode:
         self._begun = 0
         self._ends_at_s = time.monotonic() + limits.deadline_s
         self._last: Turn | None = None
-        self._turns: list[tuple[Turn, Answer, float]] = []
+        self._turns: list[Turn] = []
+        self._transcribed: list[TranscribedTurn] = []
+        self._answered_s = time.monotonic()
 
     @property
     def turns(self) -> int:
@@ -133,7 +136,8 @@ class Episode:
         self, place: Callable[[], Awaitable[_Place]], max_tokens: int | None, stop: Sequence[str], *, has_tools: bool
     ) -> Answer:
         number, started_s = self._begun, time.monotonic()
-        after, at, before = await place()
+        waited_s = started_s - self._answered_s
+        after, at, before, fork = await place()
         ids, rendered_s = at.path, time.monotonic()
         sampling = self._sampling(len(ids), max_tokens, stop)
         drawn = await self._draw(ids, sampling, number)
@@ -145,7 +149,20 @@ class Episode:
         message, stopped = _cut_at(message, stop)
         answer = Answer(message, drawn.finish_reason, len(ids), drawn, stopped)
         self._last = self._tree.add(at, drawn, after, before, message)
-        self._turns.append((self._last, answer, time.monotonic() - started_s))
+        self._turns.append(self._last)
+        self._answered_s = time.monotonic()
+        self._transcribed.append(
+            TranscribedTurn(
+                messages=[each.for_template() for each in (*before, message) if each.role != _MARKER],
+                after=None if after is None else after.number,
+                segment=0,  # known at the end
+                tokens=len(drawn.token_ids),
+                versions=sorted(set(drawn.version_spans[:, 1].tolist())),
+                seconds=round(self._answered_s - started_s, 3),
+                waited_s=round(waited_s, 3),
+                fork=fork,
+            )
+        )
         return answer
 
     async def _placed_tokens(self, token_ids: Int32Array) -> _Place:
@@ -156,14 +173,13 @@ class Episode:
         self._check_room(len(token_ids))
         at, _ = self._tree.place(token_ids, None)
         after, given = turn_of(at)
-        if self._tree.turns and after is None:
-            FORKS.labels("history").inc()
-        return after, at, (Message("tokens", self._parser.decode([given])[0]),)
+        fork = "history" if self._tree.turns and after is None else ""
+        if fork:
+            FORKS.labels(fork).inc()
+        return after, at, (Message("tokens", self._parser.decode([given])[0]),), fork
 
     async def _placed(self, known: Sequence[Message], first: int, tools: Tools) -> _Place:
-        """Return the turn that a history continues, where its ids end, and the messages between; ``first`` of them are
-        markers.
-        """
+        """Place a history; its ``first`` messages are markers."""
         clock_s = clock_of(self.prompt)
         after, answered = self._tree.attach(known)
         if after is not None:
@@ -171,13 +187,15 @@ class Episode:
             last_id = int(after.segment.token_ids[-1])
             rest = await asyncio.to_thread(self._renderer.after, exact, answered - first, tools, last_id, clock_s)
             if rest is not None:
-                return after, self._tree.place(rest, after)[0], known[answered:]
+                return after, self._tree.place(rest, after)[0], known[answered:], ""
+        cause = ""
         if self._tree.turns:
             is_new = after is None or any(message.role == "assistant" for message in known[answered:])
-            FORKS.labels("history" if is_new else "template").inc()
+            cause = "history" if is_new else "template"
+            FORKS.labels(cause).inc()
         exact = [*(after.history[first:] if after else ()), *known[answered if after else first :]]
         whole = await asyncio.to_thread(self._renderer.whole, exact, tools, clock_s)
-        return after, self._tree.place(whole, None)[0], known[answered:]
+        return after, self._tree.place(whole, None)[0], known[answered:], cause
 
     def _sampling(self, ids: int, max_tokens: int | None, stop: Sequence[str]) -> Sampling:
         given, left = self.prompt.sampling, self._check_room(ids)
@@ -203,7 +221,7 @@ class Episode:
 
     def sample(self, reward: float | None) -> Sample:
         """Return the episode as a sample. Raises ValueError: no turn was drawn."""
-        columns = self._tree.columns()
+        columns, rows = self._tree.columns(), self._tree.rows()
         assert self._last is not None
         cut = self.ended in (Ended.LENGTH, Ended.CONTEXT, Ended.TURNS, Ended.DEADLINE)
         return Sample(
@@ -216,34 +234,20 @@ class Episode:
             support_ids=columns.support_ids,
             segments=columns.segments,
             ended=self.ended,
-            transcript=self._transcript(),
+            transcript=written(
+                [
+                    dataclasses.replace(each, segment=rows[id(turn.segment)])
+                    for turn, each in zip(self._turns, self._transcribed, strict=True)
+                ],
+                self.metrics,
+            ),
             environment_reward=reward,
         )
-
-    def _transcript(self) -> bytes:
-        """Return what ``penstock.shared.bus.transcripts`` reads."""
-        rows = self._tree.rows()
-        turns = [
-            {
-                "after": None if turn.parent is None else turn.parent.number,
-                "segment": rows[id(turn.segment)],
-                "messages": [_shown(message) for message in (*turn.before, turn.answer)],
-                "tokens": len(answer.drawn.token_ids),
-                "seconds": round(seconds, 3),
-            }
-            for turn, answer, seconds in self._turns
-        ]
-        return json.dumps({"turns": turns, **({"metrics": self.metrics} if self.metrics else {})}).encode()
-
-
-def _shown(message: Message) -> dict[str, object]:
-    shown = {**message.for_template(), "content": message.text[:_LONGEST_TEXT]}
-    return {name: value for name, value in shown.items() if value}
 
 
 def _marker(tools: Tools) -> list[Message]:
     """Return what stands for the tools in a history: other tools make another one."""
-    return [Message("tools", json.dumps(list(tools), sort_keys=True))] if tools else []
+    return [Message(_MARKER, json.dumps(list(tools), sort_keys=True))] if tools else []
 
 
 def _cut_at(message: Message, stop: Sequence[str]) -> tuple[Message, str]:

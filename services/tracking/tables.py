@@ -52,21 +52,29 @@ def _table(line: Mapping[str, Any]) -> Table:
     for completion in completions:
         scores = [_number(completion["scores"].get(name, {}).get("value")) for name in scorers.values()]
         sampled_by = _cell(", ".join(str(_integer(version)) for version in completion["versions"]))
-        ending = [_integer(completion["tokens"]), _cell(completion["finish_reason"]), sampled_by]
-        rows.append([*group, _cell(completion["text"]), _number(completion["reward"]), *scores, *ending])
+        ended = completion.get("ended") or completion["finish_reason"]
+        ending = [_integer(completion["tokens"]), _cell(ended), sampled_by]
+        text = completion.get("turns") or completion["text"]
+        rows.append([*group, _cell(text), _number(completion["reward"]), *scores, *ending])
     return {"columns": [*_BEFORE, *scorers, *_AFTER], "rows": rows}
 
 
 def _cell(value: Any) -> str:
     if isinstance(value, list):
-        value = "\n".join(f"{turn['role']}: {_content(turn['content'])}" for turn in value)
+        value = "\n".join(map(_message, value))
     text = "" if value is None else str(value)
     cut = len(text) - LONGEST_TEXT
     return escaped(text[:LONGEST_TEXT]) + (f"… ({cut} characters more)" if cut > 0 else "")
 
 
-def _content(content: Any) -> str:
-    return content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
+def _message(turn: Mapping[str, Any]) -> str:
+    """Return a message of a prompt, or of an episode: its answers have numbers."""
+    content = turn.get("content", "")
+    text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
+    calls = [f"{call['name']}({call['arguments']})" for call in turn.get("calls", ())]
+    number = f", turn {_integer(turn['turn']) + 1}" if "turn" in turn else ""
+    branch = f", a branch ({turn['fork']})" if turn.get("fork") else ""
+    return f"{turn['role']}{number}{branch}: {' '.join(filter(None, [text, *calls]))}"
 
 
 def _number(value: Any) -> float | None:

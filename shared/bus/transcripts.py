@@ -3,22 +3,68 @@
     {"turns": [{"after": null, "segment": 1, "messages": [question, answer], …},
                {"after": 0, "segment": 3, "messages": [observation, answer], …}]}
 
-``after`` is the turn that a turn continues, ``segment`` the row of its tokens in ``Sample.segments``.
+It is written where an episode is played, and read by scorers, records and pages.
 """
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from penstock.shared.bus.messages import Int32Array, Sample
+from penstock.shared.bus.messages import Int32Array, Json, Sample
 from penstock.shared.errors import PermanentError
 
 Messages = list[dict[str, Any]]
 _TOOLS = "tools"
 """The role of what stands for the tools in a history."""
+_WRITTEN, _SHOWN = 1 << 20, 1 << 17
+"""Characters of all messages of an episode: in its sample, and in records."""
+_EACH = 100
+"""Characters that a message costs beside its text."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TranscribedTurn:
+    """One answer of the policy, the last of ``messages`` (as chat templates read them); the others were given."""
+
+    messages: Sequence[Mapping[str, Any]]
+    after: int | None
+    """The turn that its history continues."""
+    segment: int
+    """The row of its tokens in ``Sample.segments``."""
+    tokens: int
+    versions: Sequence[int]
+    seconds: float
+    """Until it was drawn."""
+    waited_s: float
+    """Since the answer before it: of its tools, or its agent."""
+    fork: str = ""
+    """Why its history is a branch."""
+
+
+def written(turns: Sequence[TranscribedTurn], metrics: Mapping[str, float]) -> bytes:
+    """Return a transcript, with messages cut to what a sample may hold."""
+    left, shown = _WRITTEN, list[dict[str, Any]]()
+    for turn in turns:
+        messages = list[dict[str, Any]]()
+        for message in turn.messages:
+            if left > 0 or message is turn.messages[-1]:
+                messages.append(_kept(message, left))
+                left -= len(json.dumps(messages[-1], ensure_ascii=False))
+        shown.append({**{name: getattr(turn, name) for name in _NAMES}, "messages": messages})
+    return json.dumps({"turns": shown, **({"metrics": dict(metrics)} if metrics else {})}).encode()
+
+
+def _kept(message: Mapping[str, Any], left: int) -> dict[str, Any]:
+    """Return a message; only its text, cut, if it has more than ``left`` characters."""
+    kept = {name: value for name, value in message.items() if value or name == "role"}
+    if len(json.dumps(kept, ensure_ascii=False)) <= left:
+        return kept
+    content, room = str(message.get("content") or ""), max(0, left - _EACH)
+    told = f"{content[:room]}… ({len(content) - room} characters more)" if len(content) > room > 0 else content[:room]
+    return {"role": str(message["role"])[:_EACH], "content": told}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -88,3 +134,65 @@ def text(messages: Messages) -> str:
         calls = [json.dumps(call["function"], ensure_ascii=False) for call in message.get("tool_calls", ())]
         parts.append(f"{message['role']}: " + "\n".join(filter(None, [message["content"], *calls])))
     return "\n\n".join(parts)
+
+
+def turns_of(sample: Sample) -> list[Json]:
+    """Return an episode's messages in the order of its turns, as records have them.
+
+    Empty for a completion, and for a transcript that cannot be read.
+    """
+    try:
+        turns = json.loads(sample.transcript or b'{"turns": []}')["turns"]
+        places = np.cumsum(sample.segments[:, 2]) - 1  # among the sampled ones, each of which may have a reward
+        rewards = dict(enumerate(sample.turn_rewards[places].tolist())) if len(sample.turn_rewards) else {}
+        return [dict(entry) for entry in _entries(turns, rewards)]
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
+        return []
+
+
+def _entries(turns: Sequence[Mapping[str, Any]], rewards: Mapping[int, float]) -> Iterator[dict[str, Json]]:
+    left = _SHOWN
+    for number, turn in enumerate(turns):
+        entries = list[dict[str, Json]]()
+        for message in turn["messages"]:
+            entries.append(_cut(message, left))
+            left -= _size(entries[-1])
+        *given, answer = entries
+        for entry in given[:1]:
+            entry["seconds"] = float(turn["waited_s"])
+        for entry in (given or [answer])[:1]:
+            entry |= {"fork": str(turn["fork"]), "after": turn["after"]} if turn["fork"] else {}
+        answer |= {"turn": number, "tokens": int(turn["tokens"]), "versions": list(map(int, turn["versions"]))}
+        answer |= {"seconds": float(turn["seconds"])} | ({"reward": rewards[turn["segment"]]} if rewards else {})
+        yield from entries
+
+
+def _cut(message: Mapping[str, Any], left: int) -> dict[str, Json]:
+    """Return a message with ``left`` characters at most; nothing but its role where none are left."""
+    cut: dict[str, Json] = {"role": str(message["role"])[:_EACH]}
+    left = max(0, left)
+    for name, text in (("content", message.get("content")), ("reasoning", message.get("reasoning_content"))):
+        text = text or message.get(name)
+        if text and left > 0:
+            cut[name] = f"{text[:left]}… ({len(text) - left} characters more)" if len(text) > left else str(text)
+            left -= len(text)
+    calls = [each["function"] for each in message.get("tool_calls", ())[:_EACH]]
+    made = list[Json]()
+    for each in calls if left > 0 else ():
+        made.append({"name": each["name"][:_EACH], "arguments": _arguments(each)[: max(0, left)]})
+        left -= _EACH + len(_arguments(each))
+    return {**cut, **({"calls": made} if made else {})}
+
+
+def _arguments(call: Mapping[str, Any]) -> str:
+    value = call["arguments"]
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _size(message: Mapping[str, Any]) -> int:
+    """Return what a message takes of the characters of its episode."""
+    calls = sum(_EACH + len(each["arguments"]) for each in message.get("calls", ()))
+    return _EACH + calls + sum(len(message.get(name, "")) for name in ("content", "reasoning"))
+
+
+_NAMES = tuple(field.name for field in dataclasses.fields(TranscribedTurn) if field.name != "messages")

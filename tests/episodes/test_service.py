@@ -28,6 +28,7 @@ from penstock.shared.bus import streams
 from penstock.shared.bus.bus import Bus
 from penstock.shared.bus.messages import Ended, PolicyVersion, Prompt, RolloutGroup
 from penstock.shared.bus.stores.policy.ledger import Ledger
+from penstock.shared.bus.transcripts import turns_of
 from penstock.shared.errors import PeerError, SettingsError
 from penstock.shared.peers import frames
 from penstock.shared.peers.handshake import introduce
@@ -237,6 +238,10 @@ async def test_what_a_tool_raises_is_its_answer(playing: Any) -> None:
     await player.admit(-4)
     (group,) = await player.groups(1)
     assert "t:ValueError: only even numbers" in characters().decode(group.samples[0].token_ids)
+    turns: list[Any] = turns_of(group.samples[0])
+    assert [turn.get("turn") for turn in turns] == [None, 0, None, 1]
+    assert (turns[1]["versions"], turns[1]["calls"][0]["name"]) == ([3], "guess")
+    assert turns[2]["content"] == "ValueError: only even numbers"
 
 
 async def test_tools_alone_are_called_and_give_no_reward(playing: Any) -> None:

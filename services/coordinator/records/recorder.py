@@ -31,6 +31,7 @@ from penstock.shared.bus.messages import Event, Experience, Json, MemoryReport, 
 from penstock.shared.bus.stores.policy.evaluations import evaluated
 from penstock.shared.bus.stores.run.records import following, page, wait_for_any
 from penstock.shared.bus.streams import Row, Stream
+from penstock.shared.bus.transcripts import turns_of
 from penstock.shared.errors import MessageError
 from penstock.shared.files.durable import no_room
 
@@ -215,6 +216,7 @@ def rollout_line(entry: str, step: int, experience: Experience, version: int | N
             **({"ended": sample.ended.value} if sample.ended else {}),
             "finish_reason": sample.finish_reason.value,
             "versions": [int(version) for version in sorted(sample.versions)],
+            **({"turns": turns} if (turns := turns_of(sample)) else {}),
         }
         for sample, reward, scores in zip(experience.group.samples, experience.rewards, experience.scores, strict=True)
     ]

@@ -136,7 +136,7 @@ def _rollouts(lines: Sequence[dict[str, Json]]) -> list[Json]:
     groups: list[Json] = []
     for line in chosen:
         try:
-            groups.append(excerpt(rollout_view(line), _CHARACTERS).model_dump(mode="json"))
+            groups.append(excerpt(rollout_view(line), _CHARACTERS, turns=True).model_dump(mode="json"))
         except (KeyError, ValidationError):
             continue
     return groups

@@ -94,6 +94,35 @@ class ScoreView(ResponseModel):
     detail: Sentence
 
 
+class CallView(ResponseModel):
+    """A call of a tool."""
+
+    name: str
+    arguments: str
+    """JSON, or what the policy wrote instead."""
+
+
+class TurnView(ResponseModel):
+    """A message of an episode: an answer of the policy, or one that was given, which is never trained."""
+
+    role: str
+    content: str = ""
+    reasoning: str = ""
+    calls: tuple[CallView, ...] = ()
+    turn: int | None = None
+    """Number of the answer; null: given."""
+    tokens: int | None = None
+    versions: tuple[int, ...] = ()
+    reward: float | None = None
+    """Of this turn."""
+    seconds: float | None = None
+    """Until an answer was drawn; of the first message given after an answer: until the next one was asked for."""
+    fork: Literal["", "history", "template"] = ""
+    """Why its history is a branch: of other messages than were sent, or written otherwise by the template."""
+    after: int | None = None
+    """Of a branch: the answer that it continues."""
+
+
 class CompletionView(ResponseModel):
     """One completion of a group."""
 
@@ -108,6 +137,10 @@ class CompletionView(ResponseModel):
     finish_reason: FinishReason
     versions: list[int]
     """Policy versions that generated it."""
+    ended: str = ""
+    """Of an episode: how it ended."""
+    turns: tuple[TurnView, ...] = ()
+    """Of an episode; empty with `?excerpt=`."""
 
 
 class Turn(ResponseModel):
@@ -148,10 +181,20 @@ def rollout_view(line: Mapping[str, Json]) -> RolloutView:
     return RolloutView.model_validate(view)
 
 
-def excerpt(rollout: RolloutView, characters: int, search: str = "") -> RolloutView:
-    """Return a group with at most ``characters`` of each completion: around ``search``, else the end."""
+def excerpt(rollout: RolloutView, characters: int, search: str = "", *, turns: bool = False) -> RolloutView:
+    """Return a group with at most ``characters`` of each completion: around ``search``, else the end; with ``turns``, of
+    each message, too.
+    """
     completions = [
-        each.model_copy(update={"text": _part(each.text, characters, search)}) for each in rollout.completions
+        each.model_copy(
+            update={
+                "text": _part(each.text, characters, search),
+                "turns": tuple(
+                    turn.model_copy(update={"content": turn.content[:characters]}) for turn in each.turns if turns
+                ),
+            }
+        )
+        for each in rollout.completions
     ]
     return rollout.model_copy(update={"completions": completions})
 

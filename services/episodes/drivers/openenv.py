@@ -138,7 +138,8 @@ class OpenEnv:
                 compression=None,
                 proxy=None,
             )
-            self._socket = self._held.enter_context(socket)
+            self._held.enter_context(socket)
+            self._socket = socket
         except (WebSocketException, OSError) as error:
             raise ConnectionError(f"could not connect to {address}: {error}") from error
 

@@ -94,7 +94,7 @@ function lineOf({ group, one, times }, scorers, search, whole, showProblem) {
   const detail = el("tr", { class: "detail", hidden: !open.has(key) }, el("td", { colspan: scorers.length + 5 }));
   const fill = async () => {
     if (detail.hidden || detail.firstChild.childElementCount > 0) return;
-    const read = one.characters > one.text.length ? await whole(group).catch((problem) => ({ unread: problem.message })) : group;
+    const read = one.characters > one.text.length || (one.ended && one.turns.length === 0) ? await whole(group).catch((problem) => ({ unread: problem.message })) : group;
     detail.firstChild.replaceChildren(...(read.unread ? [el("p", { class: "bad" }, read.unread)] : [wholeOf(read, read.completions[group.completions.indexOf(one)], search, showProblem)]));
   };
   const toggle = el("button", { type: "button", class: "plain", "aria-expanded": String(open.has(key)), "aria-label": "Unfold", "data-key": `unfold-${key}`, onclick: () => {
@@ -114,17 +114,30 @@ function lineOf({ group, one, times }, scorers, search, whole, showProblem) {
 
 const scoreOf = (score) => (score === undefined ? "" : score.status === "ok" ? figure(score.value) : score.status);
 
-/** Everything recorded of one completion. A sample of several turns has `turns`, each with its role and perhaps its reward. */
+/** A message of an episode, and what is known of it. */
+function messageOf(turn, search) {
+  const seconds = Number.isFinite(turn.seconds) ? `${figure(turn.seconds)} s` : "";
+  const about = turn.turn === null
+    ? [turn.role, "given, not trained", seconds && `${seconds} since the answer before`]
+    : [`${turn.role}, turn ${turn.turn + 1}`, `v${turn.versions.join(", v")}`, `${figure(turn.tokens)} tokens`, seconds, Number.isFinite(turn.reward) ? `reward ${figure(turn.reward)}` : ""];
+  const branch = turn.fork ? el("p", { class: "bad" }, `a branch${turn.after === null ? "" : ` after turn ${turn.after + 1}`}: ${turn.fork === "history" ? "other messages than were sent" : "the template writes earlier messages otherwise"}`) : "";
+  return [branch, el("p", { class: "soft" }, about.filter(Boolean).join(" · ")),
+    turn.reasoning ? el("pre", { class: "text soft", tabindex: "0" }, marked(turn.reasoning, search)) : "",
+    turn.content ? el("pre", { class: "text", tabindex: "0" }, marked(turn.content, search)) : "",
+    turn.calls.map((call) => el("pre", { class: "text", tabindex: "0" }, marked(`${call.name}(${call.arguments})`, search)))];
+}
+
+/** Everything recorded of one completion: of an episode, its messages. */
 function wholeOf(group, one, search, showProblem) {
-  const turns = one.turns ?? [{ role: "completion", content: one.text }];
-  const cut = one.finish_reason === "length" ? ", cut at the limit" : "";
+  const turns = one.turns?.length ? one.turns : [];
+  const cut = one.ended ? `, ended: ${one.ended}` : one.finish_reason === "length" ? ", cut at the limit" : "";
   return el("div", { class: "whole" },
     el("p", { class: "soft" }, `step ${figure(group.step)}, group ${group.group}, ${group.problem}, by ${group.replica}, v${one.versions.join(", v")}: ${figure(one.tokens)} tokens${cut} `,
       showProblem === null ? "" : el("button", { type: "button", class: "quiet", onclick: () => showProblem(group.row_id) }, "This problem in all versions")),
     Object.entries(one.scores).map(([name, score]) => el("p", { class: "soft" }, `${name} ${scoreOf(score)}${score.detail ? `: ${score.detail}` : ""}`)),
     el("p", { class: "soft" }, "prompt"), el("pre", { tabindex: "0" }, marked(askedOf(group.prompt), search)),
     group.answer === null ? "" : [el("p", { class: "soft" }, "answer"), el("pre", { tabindex: "0" }, marked(group.answer, search))],
-    turns.map((turn) => [el("p", { class: "soft" }, `${turn.role}${Number.isFinite(turn.reward) ? `, reward ${figure(turn.reward)}` : ""}`), el("pre", { class: "text", tabindex: "0" }, marked(String(turn.content), search))]),
+    turns.length ? turns.map((turn) => messageOf(turn, search)) : [el("p", { class: "soft" }, "completion"), el("pre", { class: "text", tabindex: "0" }, marked(one.text, search))],
     one.characters > one.text.length ? el("p", { class: "soft" }, `${figure(one.characters - one.text.length)} characters of it are left out; rollouts.jsonl has all.`) : "");
 }
 

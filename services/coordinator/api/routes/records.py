@@ -193,7 +193,9 @@ def _text(rollout: RolloutView) -> str:
     """Return prompt, answer and completions, for a search without regard to case."""
     prompt = rollout.prompt if isinstance(rollout.prompt, list) else []
     turns = [str(turn.content) for turn in prompt] or [str(rollout.prompt or "")]
-    texts = [*turns, rollout.answer or "", *(completion.text for completion in rollout.completions)]
+    texts = [*turns, rollout.answer or ""]
+    for completion in rollout.completions:
+        texts += [completion.text, *(turn.content for turn in completion.turns)]
     return "\n".join(texts).casefold()
 
 
