@@ -27,6 +27,23 @@ _WEIGHTS = Row(
     ),
 )  # fmt: skip
 
+_EPISODES = Row(
+    "Episodes",
+    (
+        Panel("Episodes", "Episodes that are played, by replica.", "short", (Query("penstock_episodes_running<>"),)),
+        Panel("Ended", "Episodes by how they ended.", "ops", (rate("penstock_episodes_ended_total", "reason"),)),
+        Panel("Turns of an episode", "Answers of the policy in an episode, on average.", "short",
+              (Query("sum(rate(penstock_episodes_turns_total<>[$__rate_interval])) / sum(rate(penstock_episodes_ended_total<>[$__rate_interval]))", "turns"),)),
+        Panel("Time of a turn", "Rendering its messages, and drawing it.", "s", quantiles("penstock_episodes_turn_seconds", "part")),
+        Panel("Calls of tools", "Answered, or unavailable: then the episode is played again.", "ops", (rate("penstock_episodes_tool_calls_total", "status"),)),
+        Panel("Branches", "Turns per second that begin another branch: of an edited history, or by the chat template.", "ops", (rate("penstock_episodes_forks_total", "cause"),)),
+        Panel("Cached history", "Share of the tokens before turns that their replicas had in the prefix cache.", "percentunit",
+              (Query("sum(rate(penstock_episodes_cached_tokens_total<>[$__rate_interval])) / sum(rate(penstock_episodes_history_tokens_total<>[$__rate_interval]))", "cached"),)),
+        Panel("Drawn again, processes lost", "Turns that another replica drew, and processes of users' code that ended.", "ops",
+              (rate("penstock_episodes_redrawn_total", "cause"), rate("penstock_episodes_hosts_lost_total", "cause"))),
+    ),
+)  # fmt: skip
+
 _VLLM = Row(
     "vLLM",
     (
@@ -50,5 +67,5 @@ BOARD = Board(
     "rollout",
     "Penstock / Rollout",
     "Generation, the weights that it generates with, and vLLM's own metrics.",
-    (_GENERATION, _WEIGHTS, _VLLM),
+    (_GENERATION, _WEIGHTS, _EPISODES, _VLLM),
 )
