@@ -80,7 +80,7 @@ async def test_problems_and_demonstrations_are_each_trained_once_through_kills_a
         if not teaching:
             assert distances == [None] * steps
             return
-        assert distances[0] == pytest.approx(0.0, abs=1e-4), "the first step's policy is its teacher"
+        assert distances[0] == pytest.approx(0.0, abs=1e-6), "the first step's policy is its teacher"
         assert all(distance is not None and distance > 0 for distance in distances[1:])
 
 
@@ -102,7 +102,7 @@ async def test_episodes_are_learned_beside_a_teacher_and_a_reference_in_the_rewa
     await forge.up(["examples/guess/run.toml", *words], tmp_path / "output.txt")
     first, *later = ((step["distillation_loss"], step["reference_kl"]) for step in _steps(tmp_path / "taught"))
     assert first == pytest.approx((0.0, 0.0), abs=1e-4), "the first step's policy is its teacher, and its reference"
-    assert min(min(step) for step in later) > 1e-3
+    assert min(min(step) for step in later) > 1e-5, "how far one step moves it depends on its samples"
 
 
 async def _audit(run: Run, steps: int) -> None:
