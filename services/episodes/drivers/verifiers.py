@@ -86,8 +86,10 @@ def _note(delta: Mapping[str, Any], traces: dict[str, dict[str, Any]]) -> None:
     """Keep what a trace's reward needs. Raises TemporaryError: the turns so far would have the reward of another try."""
     if delta.get("discard"):
         raise TemporaryError("the environment began the episode again")
-    changed = delta.get("set") or {}
-    trace = traces.setdefault(str(delta["trace"]), {})
+    changed, name = delta.get("set") or {}, str(delta["trace"])
+    if traces and name not in traces:
+        raise TemporaryError("expected an episode of one agent, found another trace")
+    trace = traces.setdefault(name, {})
     trace.update({key: changed[key] for key in ("rewards", "ok") if key in changed})
 
 

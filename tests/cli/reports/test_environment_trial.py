@@ -62,8 +62,11 @@ def test_the_template_of_the_policy_appends_and_keeps_control_tokens_text(templa
 
 
 @pytest.mark.parametrize("name", sorted(STOP))
-def test_templates_of_families_have_no_fault(name: str) -> None:
-    assert template_faults(Renderer(family(name)), family(name), []) == []
+def test_of_templates_of_families_one_rewrites_what_is_before_an_answer_of_a_tool(name: str) -> None:
+    faults = template_faults(Renderer(family(name)), family(name), [])
+    assert [fault.split(",")[0] for fault in faults] == (
+        ["the chat template writes what is before a tool's answer otherwise after it"] if name == "gptoss" else []
+    )
 
 
 def test_the_check_of_a_run_plays_its_environment(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
