@@ -80,6 +80,8 @@ def test_a_real_model_trains_on_a_cpu(policy: Path, tmp_path: Path, engine: str)
         "algorithm.groups_per_step": 2, "sampling.group_size": 4, "sampling.max_new_tokens": 12,
         "rollout.max_groups": 2, "rollout.vllm.max_model_len": 256,
     }  # fmt: skip
+    if engine == "vllm":
+        flags["rollout.vllm.arguments"] = "{enforce_eager = true}"  # to compile for two steps takes minutes
     words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
     up = subprocess.run(
         [sys.executable, "-m", "penstock.services.cli", "up", EXAMPLE / "cpu.toml", *words],
