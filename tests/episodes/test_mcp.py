@@ -17,8 +17,7 @@ from penstock.services.episodes.drivers.mcp import Servers
 from penstock.shared.bus.bus import Bus
 from penstock.shared.errors import SettingsError, TemporaryError
 from tests.conftest import PATIENCE_S
-from tests.episodes.test_service import Player, buried, settings
-from tests.rollout.test_service import announce
+from tests.episodes.test_service import buried, players, settings
 from tests.support.chat_tokenizers import characters
 from tests.support.environments import served
 from tests.support.waits import until
@@ -35,18 +34,8 @@ def command(*arguments: str) -> str:
 
 @pytest.fixture
 async def playing(bus: Bus, tmp_path: Path) -> AsyncIterator[Any]:
-    players: list[Player] = []
-
-    async def begin(script: Any, *servers: str, **changes: Any) -> Player:
-        player = Player(bus, settings(environment="", mcp=servers, **changes), script)
-        players.append(player)
-        await announce(bus, tmp_path, 3)
-        await player.start()
-        return player
-
-    yield begin
-    for player in players:
-        await player.end()
+    async with players(bus, tmp_path) as begin:
+        yield lambda script, *servers, **changes: begin(script, environment="", mcp=servers, **changes)
 
 
 @pytest.fixture

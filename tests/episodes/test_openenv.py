@@ -13,8 +13,7 @@ from penstock.shared.bus import streams
 from penstock.shared.bus.bus import Bus
 from penstock.shared.bus.messages import Ended
 from penstock.shared.errors import SettingsError, TemporaryError
-from tests.episodes.test_service import Player, settings
-from tests.rollout.test_service import announce
+from tests.episodes.test_service import players, settings
 from tests.support.chat_tokenizers import characters
 from tests.support.environments import python_with, served
 
@@ -30,18 +29,10 @@ def halving(prompt: str, *_: Any) -> tuple[str, float]:
 
 @pytest.fixture
 async def playing(bus: Bus, tmp_path: Path) -> AsyncIterator[Any]:
-    players: list[Player] = []
-
-    async def begin(port: int, script: Any = halving, **changes: Any) -> Player:
-        player = Player(bus, settings(environment="", openenv=f"http://127.0.0.1:{port}", **changes), script)
-        players.append(player)
-        await announce(bus, tmp_path, 3)
-        await player.start()
-        return player
-
-    yield begin
-    for player in players:
-        await player.end()
+    async with players(bus, tmp_path) as begin:
+        yield lambda port, script=halving, **changes: begin(
+            script, environment="", openenv=f"http://127.0.0.1:{port}", **changes
+        )
 
 
 async def test_more_episodes_than_the_server_has_places_are_all_played(playing: Any) -> None:

@@ -1,6 +1,7 @@
 """Laws of the episodes service: a real bus, a real replica's sockets, real processes of users' code; a scripted policy."""
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import os
@@ -147,21 +148,28 @@ class Player:
         return sorted(taken, key=lambda group: group.group_id)
 
 
-@pytest.fixture
-async def playing(bus: Bus, tmp_path: Path) -> AsyncIterator[Any]:
-    players: list[Player] = []
+@contextlib.asynccontextmanager
+async def players(bus: Bus, folder: Path) -> AsyncIterator[Any]:
+    """Yield what starts players; end them after the body."""
+    started: list[Player] = []
 
     async def begin(script: Any = binary_search, pause: Any = None, **changes: Any) -> Player:
         player = Player(bus, settings(**changes), script)
         player.pause = pause
-        players.append(player)
-        await announce(bus, tmp_path, 3)
+        started.append(player)
+        await announce(bus, folder, 3)
         await player.start()
         return player
 
     yield begin
-    for player in players:
+    for player in started:
         await player.end()
+
+
+@pytest.fixture
+async def playing(bus: Bus, tmp_path: Path) -> AsyncIterator[Any]:
+    async with players(bus, tmp_path) as begin:
+        yield begin
 
 
 async def test_an_entry_becomes_a_sample_of_several_turns_with_its_environments_reward(playing: Any) -> None:

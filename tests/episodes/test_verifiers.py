@@ -15,8 +15,7 @@ from penstock.services.episodes.drivers.verifiers import EnvServer
 from penstock.shared.bus.bus import Bus
 from penstock.shared.bus.messages import Ended
 from penstock.shared.errors import TemporaryError
-from tests.episodes.test_service import Player, buried, settings
-from tests.rollout.test_service import announce
+from tests.episodes.test_service import buried, players
 from tests.support.environments import python_with, served
 
 SERVER = Path(__file__).parents[1] / "support" / "verifiers_server.py"
@@ -24,19 +23,8 @@ SERVER = Path(__file__).parents[1] / "support" / "verifiers_server.py"
 
 @pytest.fixture
 async def played(bus: Bus, tmp_path: Path) -> AsyncIterator[Any]:
-    players: list[Player] = []
-
-    async def begin(port: int, script: Any) -> Player:
-        address = f"tcp://127.0.0.1:{port}"
-        player = Player(bus, settings(environment="", verifiers=address), script)
-        players.append(player)
-        await announce(bus, tmp_path, 3)
-        await player.start()
-        return player
-
-    yield begin
-    for player in players:
-        await player.end()
+    async with players(bus, tmp_path) as begin:
+        yield lambda port, script: begin(script, environment="", verifiers=f"tcp://127.0.0.1:{port}")
 
 
 async def test_a_taskset_gives_the_reward_of_the_turns_that_its_harness_asked_for(played: Any) -> None:
