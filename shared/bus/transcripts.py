@@ -17,8 +17,6 @@ from penstock.shared.bus.messages import Int32Array, Json, Sample
 from penstock.shared.errors import PermanentError
 
 Messages = list[dict[str, Any]]
-_TOOLS = "tools"
-"""The role of what stands for the tools in a history."""
 _WRITTEN, _SHOWN = 1 << 20, 1 << 17
 """Characters of all messages of an episode: in its sample, and in records."""
 _EACH = 100
@@ -51,20 +49,23 @@ def written(turns: Sequence[TranscribedTurn], metrics: Mapping[str, float]) -> b
         messages = list[dict[str, Any]]()
         for message in turn.messages:
             if left > 0 or message is turn.messages[-1]:
-                messages.append(_kept(message, left))
-                left -= len(json.dumps(messages[-1], ensure_ascii=False))
+                kept, size = _kept(message, left)
+                messages.append(kept)
+                left -= size
         shown.append({**{name: getattr(turn, name) for name in _NAMES}, "messages": messages})
     return json.dumps({"turns": shown, **({"metrics": dict(metrics)} if metrics else {})}).encode()
 
 
-def _kept(message: Mapping[str, Any], left: int) -> dict[str, Any]:
-    """Return a message; only its text, cut, if it has more than ``left`` characters."""
+def _kept(message: Mapping[str, Any], left: int) -> tuple[dict[str, Any], int]:
+    """Return a message and its characters; only its text, cut, if they are more than ``left``."""
     kept = {name: value for name, value in message.items() if value or name == "role"}
-    if len(json.dumps(kept, ensure_ascii=False)) <= left:
-        return kept
+    size = len(json.dumps(kept, ensure_ascii=False))
+    if size <= left:
+        return kept, size
     content, room = str(message.get("content") or ""), max(0, left - _EACH)
     told = f"{content[:room]}… ({len(content) - room} characters more)" if len(content) > room > 0 else content[:room]
-    return {"role": str(message["role"])[:_EACH], "content": told}
+    cut = {"role": str(message["role"])[:_EACH], "content": told}
+    return cut, len(json.dumps(cut, ensure_ascii=False))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -104,7 +105,7 @@ def _histories(turns: Sequence[Mapping[str, Any]]) -> list[Messages]:
     histories: list[Messages] = []
     for turn in turns:
         earlier = [] if turn["after"] is None else histories[turn["after"]]
-        messages = [{"content": "", **message} for message in turn["messages"] if message["role"] != _TOOLS]
+        messages = [{"content": "", **message} for message in turn["messages"]]
         histories.append([*earlier, *messages])
     return histories
 

@@ -69,7 +69,6 @@ def episode() -> Sample:
             "after": None,
             "segment": 1,
             "messages": [
-                {"role": "tools", "content": "[]"},
                 {"role": "user", "content": "12+34="},
                 {"role": "assistant", "tool_calls": [call]},
             ],
