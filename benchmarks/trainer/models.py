@@ -9,7 +9,7 @@ import torch
 
 from penstock.services.trainer.batch.packing import MicroBatch, PackedRow
 from penstock.services.trainer.batch.segments import Int64Array
-from penstock.services.trainer.model.engine import built_in_parts
+from penstock.services.trainer.model.engine import import_deepspeed, numbered
 from penstock.services.trainer.model.layers import kernels
 from penstock.services.trainer.model.layers.logits import TokenLogprobs, token_logprobs
 from penstock.services.trainer.model.policy import Policy
@@ -25,7 +25,9 @@ def random_model(shape: Mapping[str, Any], settings: Settings, device: str) -> A
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        with built_in_parts(settings.trainer.zero_stage, device, dtype):
+        parts = {"dtype": dtype, "mem_efficient_linear": False}
+        sharded = settings.trainer.zero_stage == 3
+        with import_deepspeed(device).zero.Init(**parts) if sharded else numbered(device):
             model = Qwen2ForCausalLM(config)
     finally:
         torch.set_default_dtype(before)

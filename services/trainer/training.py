@@ -9,8 +9,9 @@ from penstock.services.trainer.algorithm.estimates import AdapterOff, Reference
 from penstock.services.trainer.loop import Trainer
 from penstock.services.trainer.model import adapter, warm_up
 from penstock.services.trainer.model.critic import Critic
-from penstock.services.trainer.model.engine import TrainingEngine, make_deterministic, pick_device, place
+from penstock.services.trainer.model.engine import TrainingEngine, make_deterministic, numbered, pick_device, place
 from penstock.services.trainer.model.layers import attention, kernels
+from penstock.services.trainer.model.memory.layerwise import looked_at
 from penstock.services.trainer.model.policy import Policy, load_model, load_reference, load_trunk
 from penstock.services.trainer.rank0.artifacts import Artifacts
 from penstock.services.trainer.rank0.mailbox.queues import Mailbox, NoMailbox
@@ -137,7 +138,8 @@ class _Loading:
         self._mailbox.send(Began("self-test"))
         trainer = self._settings.trainer
         is_sharded = trainer.zero_stage > 0 and dist.get_world_size() > 1
-        tested = self_test.run(module, trainer.packing, self._settings.run.seed, is_sharded=is_sharded)
+        with looked_at(module, self._settings, numbered(self._device)):
+            tested = self_test.run(module, trainer.packing, self._settings.run.seed, is_sharded=is_sharded)
         self._mailbox.send(SelfTested(part, str(tested), tested.figures, tested.reason))
         self._mailbox.send(Began("building the engine"))
         return TrainingEngine(module, self._settings, self._device)

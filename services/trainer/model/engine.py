@@ -23,7 +23,7 @@ from penstock.services.trainer.checkpoint import pickles
 from penstock.services.trainer.checkpoint.local_store import digest
 from penstock.services.trainer.checkpoint.manifests import CheckpointFile
 from penstock.services.trainer.model import adapter
-from penstock.services.trainer.model.memory import recomputation, whole_layers
+from penstock.services.trainer.model.memory import layerwise, recomputation, whole_layers
 from penstock.services.trainer.model.memory.recomputation import Kept, Recomputation
 from penstock.services.trainer.model.memory.residency import Residency
 from penstock.services.trainer.model.memory.storages import Storages, tensors_in
@@ -46,19 +46,7 @@ _GATHER_BYTES = 256 << 20
 """Bytes of weights gathered at a time at ZeRO stage 3."""
 
 
-def built_in_parts(zero_stage: int, device: str, dtype: torch.dtype) -> contextlib.AbstractContextManager[object]:
-    """Return the context for building a model, in parts at ZeRO stage 3."""
-    place = _numbered(device)
-    if zero_stage < 3:
-        return place
-    context: contextlib.AbstractContextManager[object] = _import_deepspeed(device).zero.Init(
-        dtype=dtype,
-        mem_efficient_linear=False,
-    )
-    return context
-
-
-def _numbered(device: str) -> torch.device:
+def numbered(device: str) -> torch.device:
     """Return the device with its number, for threads too, whose current one is the first."""
     return torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device(device)
 
@@ -79,30 +67,37 @@ def make_deterministic(device: str) -> None:
 
 
 def place(policy: nn.Module, settings: Settings, device: str) -> nn.Module:
-    """Return ``policy`` on ``device``, with activation checkpointing as set; idempotent."""
-    placed = policy.to(torch.device(device))
-    recomputation.enable(placed.model, settings.trainer.gradient_checkpointing, device)
-    return placed
+    """Return ``policy`` on ``device``, with activation checkpointing as set; idempotent.
+
+    At ZeRO stage 3 its weights stay where they are, as no device may hold them whole (``memory/layerwise``).
+    """
+    if settings.trainer.zero_stage < 3:
+        policy.to(torch.device(device))
+    recomputation.enable(policy.model, settings.trainer.gradient_checkpointing, device)
+    return policy
 
 
 class TrainingEngine:
     def __init__(self, policy: nn.Module, settings: Settings, device: str) -> None:
-        deepspeed = _import_deepspeed(device)
+        deepspeed = import_deepspeed(device)
         self.ranks = dist.get_world_size()
-        self.device = _numbered(device)
+        self.device = numbered(device)
         self.policy = place(policy, settings, device)
         self.policy.train()  # the modules concerned depend on checkpointing (``stochastic_layers``)
         parameters = [parameter for parameter in self.policy.parameters() if parameter.requires_grad]
         self._trainer = settings.trainer
         self._sharded = settings.trainer.zero_stage == 3
+        config = _config(settings, self.ranks, keeps_all=not recomputation.is_enabled(self.policy))
         if self._sharded:
-            whole_layers.mark(self.policy, settings.trainer.deepspeed.get("zero_optimization", {}))
+            with layerwise.looked_at(self.policy, settings, self.device):
+                whole_layers.mark(self.policy, settings.trainer.deepspeed.get("zero_optimization", {}))
+            layerwise.divide(self.policy, config, self.device)
         with uncompiled():  # DeepSpeed and bitsandbytes import an optimizer that calls torch's compiler
             engine, _, _, _ = deepspeed.initialize(
                 model=self.policy,
                 model_parameters=parameters,
                 optimizer=adamw(parameters, settings.trainer, device),
-                config=_config(settings, self.ranks, keeps_all=not recomputation.is_enabled(self.policy)),
+                config=config,
             )
         check_sizes(engine.optimizer, settings.trainer)
         self._engine: Any = engine
@@ -366,7 +361,7 @@ def saved_tensors(folder: Path, zero_stage: int) -> dict[str, Tensor]:
     Raises:
         WeightsError: a file holds code.
     """
-    _import_deepspeed("cpu")
+    import_deepspeed("cpu")
     read = _merged_parts if zero_stage == 3 else _whole_weights
     tensors = pickles.loading(folder, lambda: read(folder))
     return {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
@@ -488,7 +483,7 @@ def _without_warnings() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _import_deepspeed(device: str) -> Any:
+def import_deepspeed(device: str) -> Any:
     os.environ.setdefault("DS_ACCELERATOR", device)
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     with importing():

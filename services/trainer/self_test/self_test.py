@@ -2,7 +2,7 @@
 
 Two groups of random tokens, each with a tree of two branches, go through the policy as one micro-batch, and one
 sequence at a time through ``unmodified_model``. Compared are logprobs (of a critic: normalised hidden states), and the
-gradient of a weighted sum of them, with respect to token embeddings and parameters of up to ``_SMALL`` numbers.
+gradient of a weighted sum of them, with respect to token embeddings and parameters of up to ``SMALL`` numbers.
 
     float32         max |Δ logprob| ≤ 1e-3 nats, ‖Δ gradient‖ ≤ 1e-3 ‖gradient‖
     widened         mean |Δ logprob| ≤ max(0.005 nats, 4 × spread), ‖Δ gradient‖ ≤ max(0.02, 4 × spread) ‖gradient‖
@@ -12,6 +12,7 @@ The last two are limited to 0.5; ``spread`` is the effect of rounding the unmodi
 precision, which hides small mistakes, is also tested widened to float32 if memory allows.
 
 If rows differ and ``trainer.packing`` is automatic, sequences go one by one; a model that still differs is refused.
+At ZeRO stage 3 the model is not on the device as a whole yet (``memory/layerwise``).
 Gradients and random generators stay unchanged. Not covered: windows beyond ``random_rows.LONGEST_WINDOW``, gradients of large
 matrices, ZeRO.
 """
@@ -32,6 +33,7 @@ from torch import Tensor
 
 from penstock.services.trainer.batch.packing import MicroBatch, PackedRow, micro_batch
 from penstock.services.trainer.model.critic import Critic
+from penstock.services.trainer.model.memory import layerwise
 from penstock.services.trainer.model.policy import Policy
 from penstock.services.trainer.model.trunk import Packing
 from penstock.services.trainer.self_test import first_difference, random_rows, reached_weights
@@ -55,7 +57,6 @@ _HALF_NATS, _HALF_GRADIENT = 0.05, 0.1
 _SPREADS, _MOST = 4.0, 0.5
 _HALF = (torch.bfloat16, torch.float16)
 _ROOM_BYTES = 4 << 30
-_SMALL = 1 << 16
 _DRAWS = 3
 
 
@@ -184,7 +185,7 @@ def _compare_widened(policy: Subject, packing: Packing, seed: int) -> Gap | None
 
 
 def _has_room(narrow: Sequence[Tensor]) -> bool:
-    more = sum(tensor.numel() * (4 - tensor.element_size()) for tensor in narrow)
+    more = sum(tensor.numel() * (4 - tensor.element_size()) for tensor in narrow if not layerwise.is_away(tensor))
     largest = max(tensor.numel() for tensor in narrow) * 4
     on_gpu = narrow[0].is_cuda
     free = torch.cuda.mem_get_info()[0] if on_gpu else psutil.virtual_memory().available
@@ -200,11 +201,11 @@ def _widened(narrow: Sequence[Tensor]) -> Iterator[None]:
     dtypes = [tensor.dtype for tensor in narrow]
     try:
         for tensor in narrow:
-            tensor.data = tensor.data.float()
+            tensor.data = layerwise.cast(tensor.data, torch.float32)
         yield
     finally:
         for tensor, dtype in zip(narrow, dtypes, strict=True):
-            tensor.data = tensor.data.to(dtype)
+            tensor.data = layerwise.cast(tensor.data, dtype)
         if narrow[0].is_cuda:
             torch.cuda.empty_cache()
 
@@ -326,7 +327,7 @@ def _numbers(policy: Subject, rows: Sequence[PackedRow], compute: Any, *, rounde
     small = {
         name: parameter
         for name, parameter in model.named_parameters()
-        if parameter.requires_grad and parameter.numel() <= _SMALL
+        if parameter.requires_grad and parameter.numel() <= layerwise.SMALL
     }
     calls = list[tuple[Tensor, Tensor]]()
 

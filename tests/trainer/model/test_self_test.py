@@ -24,6 +24,13 @@ from penstock.shared.settings import PolicySettings
 from tests.support import model_zoo
 
 
+@pytest.fixture(autouse=True)
+def _room() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(self_test, "_ROOM_BYTES", 0)  # other tests may leave less
+        yield
+
+
 @pytest.fixture(scope="module")
 def folders() -> Iterator[dict[str, Path]]:
     names = ("qwen3", "lfm2")
