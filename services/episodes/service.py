@@ -21,7 +21,7 @@ from typing import Protocol
 from prometheus_client import Counter, Gauge
 
 from penstock.services.episodes.answers import AnswerParser
-from penstock.services.episodes.drivers.hosts import Hosts
+from penstock.services.episodes.drivers.hosts import HostLost, Hosts
 from penstock.services.episodes.drivers.loop import ToolLoop
 from penstock.services.episodes.episode import Episode, Limits
 from penstock.services.episodes.evaluation import EvaluationEpisodes, watch
@@ -34,7 +34,7 @@ from penstock.shared.bus.messages import Ended, Int32Array, Prompt, Purpose, Rol
 from penstock.shared.bus.stores.run.functions import episode_functions, note_functions
 from penstock.shared.bus.streams import Stream
 from penstock.shared.bus.worker import Worker
-from penstock.shared.errors import PermanentError, SettingsError, TemporaryError
+from penstock.shared.errors import NotHere, PermanentError, SettingsError, TemporaryError
 from penstock.shared.files.source import digest
 from penstock.shared.model.context import own_context, read_config
 from penstock.shared.model.tokenizer import UNLIMITED, Tokenizer, open_tokenizer
@@ -46,6 +46,14 @@ from penstock.shared.settings import Settings
 ENDED = Counter("penstock_episodes_ended_total", "Episodes by how they ended.", ["reason"])
 for _ended in Ended:
     ENDED.labels(_ended.value)
+LOST = Counter(
+    "penstock_episodes_lost_total",
+    "Attempts at an episode that gave no sample, by cause: process (of users' code, which ended), unavailable (what it plays "
+    "with), refused (it can never be played).",
+    ["cause"],
+)
+for _cause in ("process", "unavailable", "refused"):
+    LOST.labels(_cause)
 TURNS = Counter("penstock_episodes_turns_total", "Answers of the policy in episodes that ended.")
 RUNNING = Gauge("penstock_episodes_running", "Episodes that this process plays.")
 
@@ -95,7 +103,11 @@ class Episodes:
                 "change [episodes]"
             )
         started_at_s = time.time()
-        sample = await self.play(prompt)
+        try:
+            sample = await self.play(prompt)
+        except (TemporaryError, PermanentError) as error:
+            LOST.labels(_cause_of(error)).inc()
+            raise
         assert sample.ended is not None
         ENDED.labels(sample.ended.value).inc()
         TURNS.inc(int(sample.segments[:, 2].sum()))
@@ -111,6 +123,12 @@ class Episodes:
         if not episode.turns:
             raise TemporaryError(f"the policy had no turn: the episode ended by its {episode.ended.value}")
         return episode.sample(reward)
+
+
+def _cause_of(error: TemporaryError | PermanentError) -> str:
+    if isinstance(error, HostLost | NotHere):
+        return "process"
+    return "refused" if isinstance(error, PermanentError) else "unavailable"
 
 
 class Drawing:
