@@ -30,7 +30,17 @@ from penstock.services.episodes.replicas import Replicas
 from penstock.shared.bus import streams
 from penstock.shared.bus.assembly import bare
 from penstock.shared.bus.crowd import Crowd
-from penstock.shared.bus.messages import Ended, Int32Array, Prompt, Purpose, RolloutGroup, Sample, Sampling, no_ids
+from penstock.shared.bus.messages import (
+    Ended,
+    Int32Array,
+    PolicyVersion,
+    Prompt,
+    Purpose,
+    RolloutGroup,
+    Sample,
+    Sampling,
+    no_ids,
+)
 from penstock.shared.bus.stores.run.functions import episode_functions, note_functions
 from penstock.shared.bus.streams import Stream
 from penstock.shared.bus.worker import Worker
@@ -38,6 +48,7 @@ from penstock.shared.errors import NotHere, PermanentError, SettingsError, Tempo
 from penstock.shared.files.source import digest
 from penstock.shared.model.context import own_context, read_config
 from penstock.shared.model.tokenizer import UNLIMITED, Tokenizer, open_tokenizer
+from penstock.shared.peers.handshake import Secret
 from penstock.shared.peers.turns import DrawnTurn, TurnRequest
 from penstock.shared.process.service import Context, serve
 from penstock.shared.process.telemetry import HandlerFailures, tell, tell_changed
@@ -88,10 +99,20 @@ def context_tokens(settings: Settings) -> int:
     return min(context, settings.trainer.micro_batch_tokens)
 
 
+class Turns(Protocol):
+    """What draws turns: :class:`Replicas`, or a policy of this process."""
+
+    @property
+    def newest(self) -> PolicyVersion: ...
+
+    async def draw(self, request: TurnRequest, last: str) -> tuple[DrawnTurn, str]:
+        """Raises PermanentError: none can ever; NotHere: an evaluation's version is gone."""
+
+
 class Episodes:
     """The handler of entries."""
 
-    def __init__(self, settings: Settings, policy: Policy, replicas: Replicas, driver: Driver, replica: str) -> None:
+    def __init__(self, settings: Settings, policy: Policy, replicas: Turns, driver: Driver, replica: str) -> None:
         self._settings, self._policy, self._replicas = settings.episodes, policy, replicas
         self._driver, self._replica = driver, replica
 
@@ -134,7 +155,7 @@ def _cause_of(error: TemporaryError | PermanentError) -> str:
 class Drawing:
     """Draws the turns of one episode; the draws of an attempt differ from those of an earlier one, but in an evaluation."""
 
-    def __init__(self, prompt: Prompt, replicas: Replicas) -> None:
+    def __init__(self, prompt: Prompt, replicas: Turns) -> None:
         self._prompt, self._replicas = prompt, replicas
         is_evaluation = prompt.purpose is Purpose.EVALUATE
         self._attempt = 0 if is_evaluation else secrets.randbelow(1 << 20) << 16
@@ -170,14 +191,14 @@ async def run(settings: Settings, replica: str) -> None:
             await hosts.open()
         await _note_functions(context)
         replicas = Replicas(context.bus, context.secret)
-        async with _driver(context, hosts, policy.context_tokens) as driver:
+        async with driver_of(settings, context.secret, hosts, policy.context_tokens) as driver:
             await work(context, Episodes(settings, policy, replicas, driver, replica), replicas)
 
 
 @contextlib.asynccontextmanager
-async def _driver(context: Context, hosts: Hosts, tokens: int) -> AsyncIterator[Driver]:
-    """Yield what plays episodes; with an agent, the endpoint is open during the body."""
-    settings, answer_field = context.settings, context.settings.data.answer_field
+async def driver_of(settings: Settings, secret: Secret, hosts: Hosts, tokens: int) -> AsyncIterator[Driver]:
+    """Yield what plays episodes of ``tokens`` at most; with an agent, the endpoint is open during the body."""
+    answer_field = settings.data.answer_field
     if not settings.episodes.has_agent:
         yield ToolLoop(settings.episodes, hosts, answer_field)
         return
@@ -185,7 +206,7 @@ async def _driver(context: Context, hosts: Hosts, tokens: int) -> AsyncIterator[
     from penstock.services.episodes.drivers.agent_server import AgentServer
     from penstock.services.episodes.http.gateway import Gateway
 
-    gateway = Gateway(settings.episodes.listen, context.secret, settings.policy.model, tokens)
+    gateway = Gateway(settings.episodes.listen, secret, settings.policy.model, tokens)
     server = AgentServer(settings.episodes) if settings.episodes.agent_url else None
     async with asyncio.TaskGroup() as tasks:
         serving = tasks.create_task(gateway.run())

@@ -239,7 +239,9 @@ def _episode_figures(episodes: Sequence[Sample]) -> dict[str, float]:
         "episode_calls_mean": float(np.mean([each.calls for each in tallies])),
         "episode_given_tokens_mean": float(np.mean(given)),
         "episode_wait_s_mean": float(np.mean([each.waited_s for each in tallies])),
-        **{f"ended_{end.value}": float(np.mean([episode.ended is end for episode in episodes])) for end in Ended if end},
+        **{
+            f"ended_{end.value}": float(np.mean([episode.ended is end for episode in episodes])) for end in Ended if end
+        },
         **{f"environment_mean_{name}": float(np.mean(reported[name])) for name in sorted(reported)[:_MOST_REPORTED]},
     }
 

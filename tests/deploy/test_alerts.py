@@ -358,7 +358,9 @@ def test_every_alert_has_a_fault_above() -> None:
 
 
 def test_every_alert_and_every_guard_is_raised_in_a_real_run() -> None:
-    source = "".join((ROOT / "tests" / "chaos" / f"test_{name}.py").read_text() for name in ("faults", "bus_lost", "episodes"))
+    source = "".join(
+        (ROOT / "tests" / "chaos" / f"test_{name}.py").read_text() for name in ("faults", "bus_lost", "episodes")
+    )
     raised = set(re.findall(r"Penstock[A-Z]\w+", source))
     guards = {name for name in (*GUARDS, "nonfinite") if f'"{name}"' in source}
     assert raised == rules().keys()
