@@ -21,9 +21,18 @@ TOOL_CALLS = Counter(
     "Calls of tools: answered, raised (its error is the answer), or unavailable. Those of names that are no tool's are other.",
     ["tool", "status"],
 )
-OTHER = "other"
+OTHER, _STATUSES = "other", ("answered", "raised", "unavailable")
 _REPEATED = 3
 """Times that a call of a tool without a state is made."""
+
+
+def _export(tool: str) -> None:
+    """Export 0, so that the first increase shows."""
+    for status in _STATUSES:
+        TOOL_CALLS.labels(tool, status)
+
+
+_export(OTHER)
 
 
 class ToolLoop:
@@ -33,8 +42,7 @@ class ToolLoop:
         self._settings, self._hosts, self._answer_field = settings, hosts, answer_field
         self._names = {str(tool["function"]["name"]) for tool in hosts.tools}
         for name in self._names:
-            for status in ("answered", "raised", "unavailable"):
-                TOOL_CALLS.labels(name, status)
+            _export(name)
 
     async def play(self, episode: Episode) -> float | None:
         """Play it to its end; return its environment's reward, if that has one.
