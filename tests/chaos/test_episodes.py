@@ -83,7 +83,7 @@ async def test_an_agent_that_edits_what_it_was_sent_is_told(faults: Faults) -> N
 
 
 async def test_a_service_of_episodes_without_processor_time_is_told(faults: Faults) -> None:
-    async with faults.alarms.raised({"PenstockEpisodesSlow/episodes-0"}) as seen:
+    async with faults.alarms.raised({"PenstockEpisodesStarving/episodes-0"}) as seen:
         blocking = asyncio.create_task(_block_again_and_again(faults.run))
         try:
             await seen()

@@ -282,7 +282,7 @@ FAULTS = (
         RUN,
     ),
     Fault(
-        "PenstockEpisodesSlow",
+        "PenstockEpisodesStarving",
         {
             f'penstock_event_loop_stall_seconds_bucket{{{LOOP},le="0.1"}}': "0+96x20 1920+94x30",
             f'penstock_event_loop_stall_seconds_bucket{{{LOOP},le="0.25"}}': "0+100x60",
