@@ -34,7 +34,7 @@ _EPISODES = Row(
         Panel("Ended", "Episodes by how they ended.", "ops", (rate("penstock_episodes_ended_total", "reason"),)),
         Panel("Turns of an episode", "Answers of the policy in an episode, on average.", "short",
               (Query("sum(rate(penstock_episodes_turns_total<>[$__rate_interval])) / sum(rate(penstock_episodes_ended_total<>[$__rate_interval]))", "turns"),)),
-        Panel("Time of a turn", "Rendering its messages, and drawing it.", "s", quantiles("penstock_episodes_turn_seconds", "part")),
+        Panel("Time of a turn", "Waiting for its tools or agent, rendering its messages, and drawing it.", "s", quantiles("penstock_episodes_turn_seconds", "part")),
         Panel("Calls of tools", "Answered, by an error of the tool (raised), or unavailable: then the episode is played again. Tools that the policy invents are other.", "ops",
               (Query("sum by (tool, status) (rate(penstock_episodes_tool_calls_total<>[$__rate_interval]))", "{{tool}} {{status}}"),)),
         Panel("Lost attempts", "Attempts at an episode that gave no sample: it is played again, five times at most.", "ops", (rate("penstock_episodes_lost_total", "cause"),)),
