@@ -367,11 +367,8 @@ def plan(
         ),
     ] = None,
     turns: Annotated[
-        str | None,
-        typer.Option(
-            "--turns", metavar="TURNS,TOKENS,SECONDS", help="Of an episode: its turns, its tools' tokens and time."
-        ),
-    ] = None,
+        str, typer.Option("--turns", metavar="N,TOKENS,SECONDS", help="Of an episode (docs/plan.md).")
+    ] = "",
     write: Annotated[
         Path | None, typer.Option("--write", metavar="FILE", help="Write the fastest layout as a run's TOML file.")
     ] = None,

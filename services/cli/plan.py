@@ -33,9 +33,7 @@ def settings_of(config: Path | None, flags: Sequence[str]) -> Settings:
     return loads("", "the flags", flags) if config is None else load(config, flags)
 
 
-def make(
-    settings: Settings, gpus: str, model: str = "", calibrate: Path | None = None, turns: str | None = None
-) -> Plan:
+def make(settings: Settings, gpus: str, model: str = "", calibrate: Path | None = None, turns: str = "") -> Plan:
     """Return the plan of a run; ``turns``: of an episode, as :func:`_stated` reads them.
 
     Raises:
@@ -62,9 +60,9 @@ def make(
     return Plan(settings, planner, *planner.compare())
 
 
-def _stated(settings: Settings, turns: str | None, calibrate: Path | None) -> tuple[float, float, float] | None:
+def _stated(settings: Settings, turns: str, calibrate: Path | None) -> tuple[float, float, float] | None:
     """Return what --turns says of an episode: ``turns,given tokens,seconds of tools``."""
-    if turns is None:
+    if not turns:
         if settings.episodes.is_on and calibrate is None:
             raise SettingsError(
                 "expected the turns of an episode with [episodes], whose number and lengths no settings tell: add --turns "

@@ -300,7 +300,7 @@ AGENT = ("--episodes.tools", '["a:b"]', "--sampling.group_size", "8", "--samplin
 
 
 def test_episodes_are_planned_by_their_turns_the_prefix_cache_and_the_time_of_their_tools() -> None:
-    def planned(turns: str | None, *flags: str) -> report.Plan:
+    def planned(turns: str, *flags: str) -> report.Plan:
         return make(settings_of(None, [*AGENT, *flags] if turns else AGENT[2:]), "8xH200", "7b", turns=turns)
 
     plan = planned("4,600,2.5")
@@ -317,7 +317,7 @@ def test_episodes_are_planned_by_their_turns_the_prefix_cache_and_the_time_of_th
     def step_s(of: report.Plan) -> float:
         return of.candidates[0].pace.step_s
 
-    assert step_s(planned("1,0,0", "--episodes.max_turns", "1")) == pytest.approx(step_s(planned(None)))
+    assert step_s(planned("1,0,0", "--episodes.max_turns", "1")) == pytest.approx(step_s(planned("")))
     assert step_s(plan) < step_s(planned("4,600,250")) < step_s(plan) + 250 * 4
     assert step_s(plan) < step_s(uncached)
 
@@ -325,7 +325,7 @@ def test_episodes_are_planned_by_their_turns_the_prefix_cache_and_the_time_of_th
 @pytest.mark.parametrize(
     ("flags", "turns", "sentence"),
     [
-        (AGENT, None, "expected the turns of an episode with [episodes]"),
+        (AGENT, "", "expected the turns of an episode with [episodes]"),
         (AGENT[2:], "4,600,2", "expected [episodes] with --turns"),
         (AGENT, "4,600", "expected TURNS,TOKENS,SECONDS such as 4,600,2.5, found '4,600'"),
         (AGENT, "nan,600,1", "expected TURNS,TOKENS,SECONDS"),
@@ -333,7 +333,7 @@ def test_episodes_are_planned_by_their_turns_the_prefix_cache_and_the_time_of_th
         (AGENT, "4,1e6,1", "expected room for 4 turns in the"),
     ],
 )
-def test_episodes_of_unknown_turns_are_not_planned(flags: Sequence[str], turns: str | None, sentence: str) -> None:
+def test_episodes_of_unknown_turns_are_not_planned(flags: Sequence[str], turns: str, sentence: str) -> None:
     with pytest.raises(SettingsError, match=re.escape(sentence)):
         make(settings_of(None, flags), "8xH200", "7b", turns=turns)
 

@@ -83,7 +83,11 @@ def test_a_conversation_is_read_by_lines_and_a_refused_one_ends_nothing(
         (["eval", "nowhere.toml"], 2, "no settings file at nowhere.toml"),
         (["eval", "config/arithmetic.toml", "--version", "3"], 2, "--version is for a run's folder"),
         (["eval", "examples/trl/run.toml"], 2, "there is no held-out set: set evaluation.path"),
-        (["eval", "RUN", "--version", "0", "--episodes.tools", '["json:none"]'], 2, "expected a tokenizer with a chat template"),
+        (
+            ["eval", "RUN", "--version", "0", "--episodes.tools", '["json:none"]'],
+            2,
+            "expected a tokenizer with a chat template",
+        ),
         (["eval", "RUN", "--version", "7"], 1, "there are no weights of version 7"),
         (["push", "mine", "RUN"], 2, "and '.', found 'mine'"),
         (["push", "a b/c", "RUN"], 2, "each of letters, digits, '-', '_' and '.', found 'a b/c'"),
@@ -128,11 +132,19 @@ def played(folder: Path, *flags: str, secrets: Sequence[int] = (3, 7, 11)) -> li
     own = {"policy.model": values["policy.model"], "data.path": values["data.path"], "episodes.setup_s": 600}
     given = [f"--{name}={value}" for name, value in own.items()]
     path = str(folder / "heldout.jsonl")
-    return ["eval", episodes.CONFIG, *given, "--evaluation.path", path, "--evaluation.samples", "2", *flags]
+    return [
+        "eval",
+        episodes.CONFIG,
+        *given,
+        "--evaluation.path",
+        path,
+        *("--evaluation.samples=2", "--evaluation.temperature=1"),
+        *flags,
+    ]
 
 
 def test_an_evaluation_without_a_run_plays_the_episodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words, results = played(tmp_path, "--evaluation.temperature", "1", "--json"), []
+    words, results = played(tmp_path, "--json"), []
     for agent in ("", "tests.support.guessing:recording_agent", ""):
         flags = ["--episodes.environment=", f"--episodes.agent={agent}"] if agent else []
         assert main([*words, *flags]) == 0
