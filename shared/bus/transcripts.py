@@ -152,10 +152,12 @@ class Tally:
 def tally(sample: Sample) -> Tally:
     """Return the sums over an episode's turns."""
     try:
-        read = json.loads(sample.transcript or b'{"turns": []}')
-        calls = sum(len(message.get("tool_calls") or ()) for turn in read["turns"] for message in turn["messages"][-1:])
-        waited_s = sum(float(turn.get("waited_s", 0.0)) for turn in read["turns"][1:])
-        metrics = {str(name): float(value) for name, value in read.get("metrics", {}).items()}
+        decoded = json.loads(sample.transcript or b'{"turns": []}')
+        calls = sum(
+            len(message.get("tool_calls") or ()) for turn in decoded["turns"] for message in turn["messages"][-1:]
+        )
+        waited_s = sum(float(turn.get("waited_s", 0.0)) for turn in decoded["turns"][1:])
+        metrics = {str(name): float(value) for name, value in decoded.get("metrics", {}).items()}
         return Tally(calls, waited_s, metrics)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return Tally()

@@ -144,7 +144,7 @@ def played(folder: Path, *flags: str, secrets: Sequence[int] = (3, 7, 11)) -> li
 
 
 def test_an_evaluation_without_a_run_plays_the_episodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words, results = played(tmp_path, "--json"), []
+    words, results = played(tmp_path, "--json"), list[dict[str, Any]]()
     for agent in ("", "tests.support.guessing:recording_agent", ""):
         flags = ["--episodes.environment=", f"--episodes.agent={agent}"] if agent else []
         assert main([*words, *flags]) == 0
