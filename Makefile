@@ -65,7 +65,7 @@ test: install-dev
 	$(PYTEST) $(ARGS)
 
 faults: install-dev
-	$(VENV_PYTHON) -m pytest -m faults -x tests/chaos/test_faults.py
+	$(VENV_PYTHON) -m pytest -m faults -x tests/chaos/test_faults.py tests/chaos/test_episodes.py
 
 # What compares floats, with the kernels of older CPUs and other numbers of threads: <ATEN_CPU_CAPABILITY>:<ONEDNN_MAX_CPU_ISA>:<OMP_NUM_THREADS>.
 MACHINES := default:SSE41:1 avx2:AVX2:2 avx512:AVX512_CORE:4

@@ -366,6 +366,9 @@ def plan(
             "--memory", metavar="RUN", help="Show what a run held on its devices, beside what is planned for it."
         ),
     ] = None,
+    turns: Annotated[
+        str, typer.Option("--turns", metavar="N,TOKENS,SECONDS", help="Of an episode (docs/plan.md).")
+    ] = "",
     write: Annotated[
         Path | None, typer.Option("--write", metavar="FILE", help="Write the fastest layout as a run's TOML file.")
     ] = None,
@@ -392,7 +395,7 @@ def plan(
         memories.show(named(memory), as_json=as_json)
         return
     config, flags = split(words or [])
-    made = plans.make(plans.settings_of(config, flags), gpus, model, calibrate)
+    made = plans.make(plans.settings_of(config, flags), gpus, model, calibrate, turns)
     if as_json:
         console.say_json(shown.as_json(made))
     else:

@@ -17,7 +17,7 @@ from penstock.services.plan.measured import Corrections, Measured
 from penstock.services.plan.memory import TrainerOptions
 from penstock.services.plan.rates import SLOWED
 from penstock.services.plan.report import Plan, text
-from penstock.services.plan.workload import Workload, snapshots_of, workload_of
+from penstock.services.plan.workload import Workload, snapshots_of, with_turns, workload_of
 from penstock.shared.errors import SettingsError
 from penstock.shared.settings import RunKind, Settings, load, loads
 
@@ -33,21 +33,71 @@ def settings_of(config: Path | None, flags: Sequence[str]) -> Settings:
     return loads("", "the flags", flags) if config is None else load(config, flags)
 
 
-def make(settings: Settings, gpus: str, model: str = "", calibrate: Path | None = None) -> Plan:
+def make(settings: Settings, gpus: str, model: str = "", calibrate: Path | None = None, turns: str = "") -> Plan:
+    """Return the plan of a run; ``turns``: of an episode, as :func:`_stated` reads them.
+
+    Raises:
+        SettingsError: something is not known, or not planned.
+    """
     if settings.kind is RunKind.MIXTURE:
         raise SettingsError(
             f"expected algorithm.imitation = 0 with penstock plan, found {settings.algorithm.imitation:g}: how many groups of a step are "
             "demonstrations, which are not generated, is not predicted; with 0, all of them are planned as generated, an upper bound"
         )
-    planner = Planner(work_of(settings, model), parse_cluster(gpus), preferences(settings))
     if calibrate is not None and not calibrate.exists():
         raise SettingsError(f"no run's folder at {calibrate}: change --calibrate")
+    work, stated = work_of(settings, model), _stated(settings, turns, calibrate)
+    if stated is not None:
+        work = with_turns(work, settings, *stated)
+    planner = Planner(work, parse_cluster(gpus), preferences(settings))
     if calibrate is not None:
         figures, own = runs.read_run(calibrate)
-        of_run = with_mean(work_of(own, model), figures.tokens)
+        of_run = work_of(own, model)
+        given = max(0.0, figures.given_tokens - of_run.prompt_tokens)
+        of_run, planned = (as_measured(each, of, figures, given) for each, of in ((of_run, own), (work, settings)))
         corrected = corrections(figures, own, of_run, planner.cluster, mps=runs.under_mps(calibrate))
-        planner = dataclasses.replace(planner, corrections=corrected, work=with_mean(planner.work, figures.tokens))
+        planner = dataclasses.replace(planner, corrections=corrected, work=planned)
     return Plan(settings, planner, *planner.compare())
+
+
+def _stated(settings: Settings, turns: str, calibrate: Path | None) -> tuple[float, float, float] | None:
+    """Return what --turns says of an episode: ``turns,given tokens,seconds of tools``."""
+    if not turns:
+        if settings.episodes.is_on and calibrate is None:
+            raise SettingsError(
+                "expected the turns of an episode with [episodes], whose number and lengths no settings tell: add --turns "
+                "TURNS,TOKENS,SECONDS, with the tokens that its tools give and the seconds that they take, such as 4,600,2.5, or --calibrate "
+                "with a run of such episodes"
+            )
+        return None
+    if not settings.episodes.is_on or calibrate is not None:
+        beside = "[episodes]" if not settings.episodes.is_on else "no --calibrate, whose run says it"
+        raise SettingsError(f"expected {beside} with --turns: leave it out")
+    try:
+        number, given, wait_s = map(float, turns.split(","))
+        if not all(map(math.isfinite, (number, given, wait_s))):
+            raise ValueError
+    except ValueError as error:
+        raise SettingsError(
+            f"expected TURNS,TOKENS,SECONDS such as 4,600,2.5, found {turns!r}: change --turns"
+        ) from error
+    return number, given, wait_s
+
+
+def as_measured(work: Workload, settings: Settings, figures: Measured, given_tokens: float) -> Workload:
+    """Return ``work`` with the lengths, and turns, of a run, whose tools gave ``given_tokens`` in an episode.
+
+    Raises:
+        SettingsError: it played no episodes, or has not recorded how.
+    """
+    if not settings.episodes.is_on:
+        return with_mean(work, figures.tokens)
+    if not figures.turns:
+        raise SettingsError(
+            "expected a run of episodes with --calibrate, found no `episode_turns_mean` in its metrics.jsonl: give another run, or --turns"
+        )
+    of_turn = with_mean(work, figures.tokens / figures.turns)
+    return with_turns(of_turn, settings, figures.turns, given_tokens, figures.turns_wait_s)
 
 
 def work_of(settings: Settings, model: str = "") -> Workload:

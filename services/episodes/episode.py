@@ -20,7 +20,7 @@ from penstock.shared.peers.turns import DrawnTurn
 
 TURN_SECONDS = Histogram(
     "penstock_episodes_turn_seconds",
-    "Seconds of a turn: render, draw.",
+    "Seconds of a turn: wait (for its tools or agent, since the answer before), render, draw.",
     ["part"],
     buckets=(0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300),
 )
@@ -141,6 +141,8 @@ class Episode:
         ids, rendered_s = at.path, time.monotonic()
         sampling = self._sampling(len(ids), max_tokens, stop)
         drawn = await self._draw(ids, sampling, number)
+        if self._turns:
+            TURN_SECONDS.labels("wait").observe(waited_s)
         TURN_SECONDS.labels("render").observe(rendered_s - started_s)
         BEFORE.inc(len(ids))
         CACHED.inc(min(drawn.cached, len(ids)))

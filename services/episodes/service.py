@@ -21,7 +21,7 @@ from typing import Protocol
 from prometheus_client import Counter, Gauge
 
 from penstock.services.episodes.answers import AnswerParser
-from penstock.services.episodes.drivers.hosts import Hosts
+from penstock.services.episodes.drivers.hosts import HostLost, Hosts
 from penstock.services.episodes.drivers.loop import ToolLoop
 from penstock.services.episodes.episode import Episode, Limits
 from penstock.services.episodes.evaluation import EvaluationEpisodes, watch
@@ -30,14 +30,25 @@ from penstock.services.episodes.replicas import Replicas
 from penstock.shared.bus import streams
 from penstock.shared.bus.assembly import bare
 from penstock.shared.bus.crowd import Crowd
-from penstock.shared.bus.messages import Ended, Int32Array, Prompt, Purpose, RolloutGroup, Sample, Sampling, no_ids
+from penstock.shared.bus.messages import (
+    Ended,
+    Int32Array,
+    PolicyVersion,
+    Prompt,
+    Purpose,
+    RolloutGroup,
+    Sample,
+    Sampling,
+    no_ids,
+)
 from penstock.shared.bus.stores.run.functions import episode_functions, note_functions
 from penstock.shared.bus.streams import Stream
 from penstock.shared.bus.worker import Worker
-from penstock.shared.errors import PermanentError, SettingsError, TemporaryError
+from penstock.shared.errors import NotHere, PermanentError, SettingsError, TemporaryError
 from penstock.shared.files.source import digest
 from penstock.shared.model.context import own_context, read_config
 from penstock.shared.model.tokenizer import UNLIMITED, Tokenizer, open_tokenizer
+from penstock.shared.peers.handshake import Secret
 from penstock.shared.peers.turns import DrawnTurn, TurnRequest
 from penstock.shared.process.service import Context, serve
 from penstock.shared.process.telemetry import HandlerFailures, tell, tell_changed
@@ -46,6 +57,14 @@ from penstock.shared.settings import Settings
 ENDED = Counter("penstock_episodes_ended_total", "Episodes by how they ended.", ["reason"])
 for _ended in Ended:
     ENDED.labels(_ended.value)
+LOST = Counter(
+    "penstock_episodes_lost_total",
+    "Attempts at an episode that gave no sample, by cause: process (of users' code, which ended), unavailable (what it plays "
+    "with), refused (it can never be played).",
+    ["cause"],
+)
+for _cause in ("process", "unavailable", "refused"):
+    LOST.labels(_cause)
 TURNS = Counter("penstock_episodes_turns_total", "Answers of the policy in episodes that ended.")
 RUNNING = Gauge("penstock_episodes_running", "Episodes that this process plays.")
 
@@ -80,10 +99,20 @@ def context_tokens(settings: Settings) -> int:
     return min(context, settings.trainer.micro_batch_tokens)
 
 
+class Turns(Protocol):
+    """What draws turns: :class:`Replicas`, or a policy of this process."""
+
+    @property
+    def newest(self) -> PolicyVersion: ...
+
+    async def draw(self, request: TurnRequest, last: str) -> tuple[DrawnTurn, str]:
+        """Raises PermanentError: none can ever; NotHere: an evaluation's version is gone."""
+
+
 class Episodes:
     """The handler of entries."""
 
-    def __init__(self, settings: Settings, policy: Policy, replicas: Replicas, driver: Driver, replica: str) -> None:
+    def __init__(self, settings: Settings, policy: Policy, replicas: Turns, driver: Driver, replica: str) -> None:
         self._settings, self._policy, self._replicas = settings.episodes, policy, replicas
         self._driver, self._replica = driver, replica
 
@@ -95,7 +124,11 @@ class Episodes:
                 "change [episodes]"
             )
         started_at_s = time.time()
-        sample = await self.play(prompt)
+        try:
+            sample = await self.play(prompt)
+        except (TemporaryError, PermanentError) as error:
+            LOST.labels(_cause_of(error)).inc()
+            raise
         assert sample.ended is not None
         ENDED.labels(sample.ended.value).inc()
         TURNS.inc(int(sample.segments[:, 2].sum()))
@@ -113,10 +146,16 @@ class Episodes:
         return episode.sample(reward)
 
 
+def _cause_of(error: TemporaryError | PermanentError) -> str:
+    if isinstance(error, HostLost | NotHere):
+        return "process"
+    return "refused" if isinstance(error, PermanentError) else "unavailable"
+
+
 class Drawing:
     """Draws the turns of one episode; the draws of an attempt differ from those of an earlier one, but in an evaluation."""
 
-    def __init__(self, prompt: Prompt, replicas: Replicas) -> None:
+    def __init__(self, prompt: Prompt, replicas: Turns) -> None:
         self._prompt, self._replicas = prompt, replicas
         is_evaluation = prompt.purpose is Purpose.EVALUATE
         self._attempt = 0 if is_evaluation else secrets.randbelow(1 << 20) << 16
@@ -152,14 +191,14 @@ async def run(settings: Settings, replica: str) -> None:
             await hosts.open()
         await _note_functions(context)
         replicas = Replicas(context.bus, context.secret)
-        async with _driver(context, hosts, policy.context_tokens) as driver:
+        async with driver_of(settings, context.secret, hosts, policy.context_tokens) as driver:
             await work(context, Episodes(settings, policy, replicas, driver, replica), replicas)
 
 
 @contextlib.asynccontextmanager
-async def _driver(context: Context, hosts: Hosts, tokens: int) -> AsyncIterator[Driver]:
-    """Yield what plays episodes; with an agent, the endpoint is open during the body."""
-    settings, answer_field = context.settings, context.settings.data.answer_field
+async def driver_of(settings: Settings, secret: Secret, hosts: Hosts, tokens: int) -> AsyncIterator[Driver]:
+    """Yield what plays episodes of ``tokens`` at most; with an agent, the endpoint is open during the body."""
+    answer_field = settings.data.answer_field
     if not settings.episodes.has_agent:
         yield ToolLoop(settings.episodes, hosts, answer_field)
         return
@@ -167,7 +206,7 @@ async def _driver(context: Context, hosts: Hosts, tokens: int) -> AsyncIterator[
     from penstock.services.episodes.drivers.agent_server import AgentServer
     from penstock.services.episodes.http.gateway import Gateway
 
-    gateway = Gateway(settings.episodes.listen, context.secret, settings.policy.model, tokens)
+    gateway = Gateway(settings.episodes.listen, secret, settings.policy.model, tokens)
     server = AgentServer(settings.episodes) if settings.episodes.agent_url else None
     async with asyncio.TaskGroup() as tasks:
         serving = tasks.create_task(gateway.run())

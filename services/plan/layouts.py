@@ -282,7 +282,7 @@ class Planner:
     ) -> _Engine:
         """Return an engine's memory and groups; ``less``: a fraction of those that it would have."""
         most_groups, size = -(-self.wanted(replicas) // less), self.work.group_size
-        group_tokens = self.work.prompt_tokens + size * self.work.lengths.mean
+        group_tokens = self.work.prompt_tokens + size * self.work.sample_tokens
         needed = max(float(self.work.longest), group_tokens)
         for shadow in (False,) if in_turn else (True, False) if engines == 1 else (True,):
             options = EngineOptions(parallel, engines, self.own.utilization, most_groups * size, shadow=shadow)
@@ -320,7 +320,7 @@ class Planner:
         return Rates(
             decode_s=max(few_s - slope * (most / 8 - 1), 1e-6) * corrected.decode,
             sequence_s=slope * corrected.decode,
-            prefill_s=work.prompt_tokens * rooflines.prefill_seconds(work, cluster, layout.tensor_parallel),
+            prefill_s=work.read_tokens * rooflines.prefill_seconds(work, cluster, layout.tensor_parallel),
             train_s=rooflines.update_seconds(work, cluster, trainer) * corrected.update,
             token_s=passes / work.step_tokens * corrected.train,
             transfer_s=rooflines.transfer_seconds(work, cluster, trainer, layout.replicas, layout.copies),

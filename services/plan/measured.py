@@ -50,8 +50,14 @@ class Measured:
     """Update, snapshot, commit and probe."""
     samples: float
     tokens: float
-    """Of a completion."""
+    """Of a completion; of an episode, in all of its turns."""
     samples_per_s: float
+    turns: float = 0.0
+    """Of an episode; 0: no episodes."""
+    given_tokens: float = 0.0
+    """Of an episode, its prompt included."""
+    turns_wait_s: float = 0.0
+    """Of an episode, for its tools."""
 
 
 def mean_metrics(run_folder: Path) -> dict[str, float]:
@@ -118,6 +124,9 @@ def measured(lines: Sequence[Mapping[str, Any]], max_lag: int) -> Measured:
         samples=mean("samples"),
         tokens=mean("response_tokens_mean"),
         samples_per_s=mean("samples") / step_s if step_s else 0.0,
+        turns=mean("episode_turns_mean"),
+        given_tokens=mean("episode_given_tokens_mean"),
+        turns_wait_s=mean("episode_wait_s_mean"),
     )
 
 

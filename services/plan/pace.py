@@ -70,14 +70,22 @@ def _generation(work: Workload, rates: Rates, replicas: Replicas, slots: float) 
     longest = longest_of(work.lengths, work.samples)
     tokens = under_way * work.group_size * work.lengths.mean
     latency_s = rates.decode_s * longest + rates.sequence_s * max(0.0, tokens - longest)
-    return throughput_s, latency_s / (work.max_lag + 1)
+    return throughput_s, (latency_s + _waits(work, longest)) / (work.max_lag + 1)
+
+
+def _waits(work: Workload, tokens: float) -> float:
+    """Return the seconds that a sample of ``tokens`` waits for its tools: the longer, the more turns."""
+    return work.episode.wait_s * tokens / work.lengths.mean if work.episode else 0.0
 
 
 def group_seconds(work: Workload, rates: Rates, groups: float) -> float:
     """Return the seconds from a group's first token to its longest sample's last, with ``groups`` under way."""
     longest = longest_of(work.lengths, work.group_size)
-    decoding = groups * work.group_size * work.lengths.mean / longest
-    return longest * rates.decoding(decoding) + groups * rates.prefill_s
+    decoding, wait_s, share = groups * work.group_size * work.lengths.mean / longest, _waits(work, longest), 1.0
+    for _ in range(_ROUNDS):  # while some wait for their tools, the others' steps are shorter
+        generating_s = longest * rates.decoding(decoding * share) + share * groups * rates.prefill_s
+        share = generating_s / (generating_s + wait_s)
+    return generating_s + wait_s
 
 
 def longest_of(lengths: Lengths, samples: int) -> float:

@@ -62,7 +62,7 @@ class Rates:
     sequence_s: float
     """Of each further sequence."""
     prefill_s: float
-    """Of a group's prompt."""
+    """Of what replicas read for a group."""
     train_s: float
     """Of a step that holds no tokens: the update, the snapshot, the commit."""
     token_s: float
@@ -129,7 +129,7 @@ def speed_beside_training(
 def _busy_seconds(work: Workload, cluster: Cluster, tensor_parallel: int, engines: int, sequences: float) -> float:
     """Return the seconds for which one engine's decoding step alone keeps its GPU busy."""
     gpu, shape, each = cluster.gpu, work.shape, max(1.0, sequences / engines)
-    context = work.prompt_tokens + work.lengths.mean / 2
+    context = work.prompt_tokens + work.sample_tokens / 2
     used = shape.weights if each * shape.active > shape.decoder else shape.active * each + shape.embeddings
     moved = used * work.weight_bytes / tensor_parallel + each * context * kv_bytes(work, tensor_parallel)
     moved += each * shape.vocabulary * 4 * _LOGIT_COPIES / tensor_parallel
@@ -144,7 +144,7 @@ def train_seconds(work: Workload, cluster: Cluster, options: TrainerOptions, kep
     """Return the seconds of forward and backward passes over ``tokens`` by all ranks."""
     own = tokens / options.ranks
     passes = max(1.0, own / options.micro_batch_tokens)
-    mean = work.prompt_tokens + work.lengths.mean
+    mean = work.prompt_tokens + work.sample_tokens
     sizes = work.shape.sizes
     forward = forward_flops(round(own), round(own * mean / 2), round(own), sizes)
     again = (work.shape.layers - kept) / work.shape.layers

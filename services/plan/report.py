@@ -10,6 +10,7 @@ import tomli_w
 from penstock.services.plan.hardware import GIB, Cluster
 from penstock.services.plan.layouts import Candidate, GpuLayout, MemoryShortage, Planner
 from penstock.services.plan.memory import Table, peak, total
+from penstock.services.plan.workload import Workload
 from penstock.shared.errors import SettingsError
 from penstock.shared.files.durable import write_whole
 from penstock.shared.settings import Settings, loads
@@ -94,9 +95,18 @@ def _head(planner: Planner) -> str:
     return (
         f"{work.shape.name} ({work.shape.weights / 1e9:.2f}B weights{trained}) on {cluster.words}: {work.groups} groups of "
         f"{work.group_size} samples a step, max_lag {work.max_lag}\n"
-        f"prompts of {work.prompt_tokens:,} tokens{'' if work.counts_prompts else ' (estimated)'}, completions of {work.lengths.mean:,.0f}, at most {work.lengths.most:,}; "
+        f"prompts of {work.prompt_tokens:,} tokens{'' if work.counts_prompts else ' (estimated)'}, completions of {work.lengths.mean:,.0f}, at most {work.lengths.most:,}"
+        f"{_turns(work)}; "
         f"{planner.limit_bytes / GIB:.1f} GiB usable on a GPU"
     )
+
+
+def _turns(work: Workload) -> str:
+    of = work.episode
+    if of is None:
+        return ""
+    read = "found in the prefix cache" if of.has_cache else "read again with each turn"
+    return f", in {of.turns:.1f} turns with {of.given_tokens:,.0f} given tokens and {of.wait_s:,.1f} s of tools, whose history is {read}"
 
 
 def _candidate(plan: Plan, number: int, candidate: Candidate) -> list[str]:

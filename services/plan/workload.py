@@ -23,6 +23,8 @@ _MEAN_SHARE = 0.4
 _SPREAD = 0.6
 """Standard deviation of the logarithm of a length."""
 _HALVINGS = 40
+_BLOCK_TOKENS = 16
+"""Of vLLM's prefix cache: half of one is read again with each turn."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -63,6 +65,19 @@ def _cut(length: float, most: int) -> float:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Turns:
+    """Several turns of a sample, on average; ``Workload.lengths`` are the tokens that it samples in all of them."""
+
+    turns: float
+    given_tokens: float
+    """After the prompt: of tools, or an agent."""
+    wait_s: float
+    """Between all of its turns, for tools or an agent."""
+    has_cache: bool = True
+    """Whether a turn finds its history in the replica's prefix cache; else each reads it again."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Workload:
     """What a run asks for, whatever the hardware."""
 
@@ -86,6 +101,22 @@ class Workload:
     """Models of the reward service on a GPU, by setting: neither their memory nor their time is planned."""
     counts_prompts: bool = False
     """Whether prompts were rendered and counted; else their tokens are estimated from characters."""
+    episode: Turns | None = None
+    """None: a sample is one completion."""
+
+    @property
+    def sample_tokens(self) -> float:
+        """After the prompt, on average."""
+        return self.lengths.mean + (self.episode.given_tokens if self.episode else 0.0)
+
+    @property
+    def read_tokens(self) -> float:
+        """That replicas read for a group: its prompt once, what is given, and history that they have not cached."""
+        if self.episode is None:
+            return float(self.prompt_tokens)
+        history = self.prompt_tokens + self.sample_tokens / 2
+        again = (self.episode.turns - 1) * (_BLOCK_TOKENS / 2 if self.episode.has_cache else history)
+        return self.prompt_tokens + self.group_size * (self.episode.given_tokens + again)
 
     @property
     def slots(self) -> int:
@@ -99,12 +130,12 @@ class Workload:
     @property
     def step_tokens(self) -> float:
         """Tokens that the trainer computes in a step, a group's prompt once."""
-        return self.groups * (self.prompt_tokens + self.group_size * self.lengths.mean)
+        return self.groups * (self.prompt_tokens + self.group_size * self.sample_tokens)
 
     @property
     def longest(self) -> int:
         """Of a sequence, in tokens."""
-        return self.prompt_tokens + self.lengths.most
+        return self.prompt_tokens + self.lengths.most + round(self.sample_tokens - self.lengths.mean)
 
     @property
     def policy_bytes(self) -> float:
@@ -156,6 +187,32 @@ def workload_of(settings: Settings, model: str = "") -> Workload:
         lora_rank=settings.policy.lora.rank,
         uncounted=tuple(_scoring_models(settings)),
     )
+
+
+def with_turns(work: Workload, settings: Settings, turns: float, given_tokens: float, wait_s: float) -> Workload:
+    """Return ``work`` with samples that are episodes of ``turns`` on average, each sampled as one of ``work``.
+
+    Raises:
+        SettingsError: episodes of ``settings`` cannot be so.
+    """
+    if not 1 <= turns <= settings.episodes.max_turns or given_tokens < 0 or wait_s < 0:
+        raise SettingsError(
+            f"expected 1 to {settings.episodes.max_turns} turns of an episode (episodes.max_turns), and tokens and seconds of at least 0, "
+            f"found {turns:g}, {given_tokens:g} and {wait_s:g}"
+        )
+    contexts = [each for each in (settings.rollout.max_model_len, settings.trainer.micro_batch_tokens) if each]
+    room = min(contexts) - work.prompt_tokens - round(given_tokens)
+    if room < turns:
+        raise SettingsError(
+            f"expected room for {turns:g} turns in the {min(contexts):,} tokens of rollout.max_model_len and trainer.micro_batch_tokens, "
+            f"of which prompts take {work.prompt_tokens:,} and what is given {given_tokens:,.0f}: raise them"
+        )
+    most = min(room, work.lengths.most * settings.episodes.max_turns)
+    lengths = dataclasses.replace(work.lengths, mean=min(turns * work.lengths.mean, most), most=most)
+    has_cache = (
+        bool(settings.rollout.vllm.arguments.get("enable_prefix_caching", True)) and settings.weights.kv == "keep"
+    )
+    return dataclasses.replace(work, lengths=lengths, episode=Turns(turns, given_tokens, wait_s, has_cache))
 
 
 def _scoring_models(settings: Settings) -> Iterator[str]:

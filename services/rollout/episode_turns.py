@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.services.rollout.engines.engine import Engine, GeneratedGroup, GenerationRequest
+from penstock.services.rollout.engines.engine import Engine, GeneratedGroup, GeneratedSample, GenerationRequest
 from penstock.services.rollout.engines.prompts import Codec
 from penstock.services.rollout.engines.stop_texts import StopTexts
 from penstock.shared.bus.messages import PolicyVersion, Purpose
@@ -113,28 +113,40 @@ class TurnListener:
             self._running -= 1
 
     async def _draw(self, request: TurnRequest) -> frames.Frame:
-        prompt, settings = request.prompt, self._settings
+        settings = self._settings
         keeps = keeps_salt(request.salt, self._engine.version, settings.algorithm.max_lag, settings.weights.kv)
-        sampling, purpose = prompt.sampling, list(Purpose).index(prompt.purpose)
-        words = [settings.run.seed, purpose, prompt.group_id, prompt.sample or 0, request.number, prompt.requeues]
-        asked = GenerationRequest(
-            request.token_ids,
-            sampling,
-            int(np.random.SeedSequence(words).generate_state(1, np.uint64)[0]),
-            StopTexts(self._codec.decode, sampling.stop, sampling.min_new_tokens) if sampling.stop else None,
-            request.salt if keeps else None,
-        )
-        (drawn,) = (await self._generate(asked, prompt.min_version, prompt.purpose)).samples
-        turn = DrawnTurn(
-            np.ascontiguousarray(drawn.token_ids, np.int32),
-            np.ascontiguousarray(drawn.behavior_logprobs, np.float32),
-            np.ascontiguousarray(drawn.version_spans, np.int32),
-            drawn.finish_reason,
-            np.ascontiguousarray(drawn.support_sizes, np.int32),
-            np.ascontiguousarray(drawn.support_ids, np.int32),
-            drawn.cached_tokens,
-        )
-        return turn.frame()
+        asked = generation_of(request, settings.run.seed, self._codec, request.salt if keeps else None)
+        (drawn,) = (await self._generate(asked, request.prompt.min_version, request.prompt.purpose)).samples
+        return drawn_of(drawn).frame()
+
+
+def generation_of(
+    request: TurnRequest, seed: int, codec: Codec, salt: PolicyVersion | None = None
+) -> GenerationRequest:
+    """Return what an engine draws for a turn; ``seed`` is the run's."""
+    prompt, sampling = request.prompt, request.prompt.sampling
+    words = [
+        seed, list(Purpose).index(prompt.purpose), prompt.group_id, prompt.sample or 0, request.number, prompt.requeues
+    ]  # fmt: skip
+    return GenerationRequest(
+        request.token_ids,
+        sampling,
+        int(np.random.SeedSequence(words).generate_state(1, np.uint64)[0]),
+        StopTexts(codec.decode, sampling.stop, sampling.min_new_tokens) if sampling.stop else None,
+        salt,
+    )
+
+
+def drawn_of(drawn: GeneratedSample) -> DrawnTurn:
+    return DrawnTurn(
+        np.ascontiguousarray(drawn.token_ids, np.int32),
+        np.ascontiguousarray(drawn.behavior_logprobs, np.float32),
+        np.ascontiguousarray(drawn.version_spans, np.int32),
+        drawn.finish_reason,
+        np.ascontiguousarray(drawn.support_sizes, np.int32),
+        np.ascontiguousarray(drawn.support_ids, np.int32),
+        drawn.cached_tokens,
+    )
 
 
 def keeps_salt(salt: PolicyVersion, version: PolicyVersion | None, max_lag: int, kv: str) -> bool:

@@ -36,8 +36,10 @@ _NAMES = {
     "response_tokens_mean": "train/completions/mean_length",
     "truncated_fraction": "train/completions/clipped_ratio",
     "step_s": "train/step_time",
+    "episode_turns_mean": "train/episodes/turns",
+    "episode_calls_mean": "train/tools/call_frequency",
 }
-_SCORER = "scorer_mean_"
+_SCORER, _ENVIRONMENT = "scorer_mean_", "environment_mean_"
 _EVALUATED = ("accuracy", "accuracy_low", "accuracy_high", "answered", "turns", "calls")
 
 
@@ -70,6 +72,7 @@ class Segments:
             step, at_s = int(result["step"]), float(result["started_at_s"]) + float(result["seconds"])
             name = result.get("set", "heldout")
             values |= {f"eval/{name}/{key}": result[key] for key in _EVALUATED if result.get(key) is not None}
+            values |= {f"eval/{name}/ended_{reason}": share for reason, share in result.get("ended", {}).items()}
             values |= {f"eval/{name}/pass_at_{k}": of["value"] for k, of in result.get("pass_at", {}).items()}
         return self._point(step, at_s, values)
 
@@ -110,6 +113,8 @@ def name_of(metric: str) -> str:
     """
     if metric.startswith(_SCORER):
         return f"train/rewards/{metric.removeprefix(_SCORER)}/mean"
+    if metric.startswith(_ENVIRONMENT):
+        return f"train/environment/{metric.removeprefix(_ENVIRONMENT)}/mean"
     return _NAMES.get(metric, f"penstock/{metric}")
 
 

@@ -1,6 +1,7 @@
 """Batch figures that need no model, and the trainer's Prometheus metrics."""
 
 import dataclasses
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
@@ -9,7 +10,13 @@ from prometheus_client import Counter as PrometheusCounter
 from prometheus_client import Gauge, Histogram
 
 from penstock.services.trainer.batch.staleness import are_long, trained_lags
-from penstock.shared.bus.messages import Experience, FinishReason, PolicyVersion, Purpose
+from penstock.shared.bus.messages import Ended, Experience, FinishReason, PolicyVersion, Purpose, Sample
+from penstock.shared.bus.transcripts import tally
+
+_MOST_REPORTED = 64
+"""Metrics of environments in a step."""
+_UNNAMED = re.compile(r"[^\w./-]")
+"""What trackers, or the bus, may not take in a name."""
 
 STEP = Gauge("penstock_trainer_step", "Committed optimizer steps.")
 VERSION = Gauge("penstock_trainer_policy_version", "Newest published policy version.")
@@ -145,6 +152,7 @@ def batch_figures(
         "generate_s_mean": float(np.mean([e.group.finished_at_s - e.group.started_at_s for e in batch])),
         "score_s_mean": float(np.mean([experience.score_s for experience in batch])),
         **_scorer_means(batch),
+        **_episode_figures([sample for sample in samples if len(sample.segments)]),
         **_lenient_shares(batch),
     }
     return BatchFigures(metrics, lags, lags.total(), sum(lengths) - sum(contexts))
@@ -216,6 +224,26 @@ def _scorer_means(batch: Sequence[Experience]) -> dict[str, float]:
             for part, value in score.parts.items():
                 values.setdefault(f"{score.scorer}.{part}", []).append(value)
     return {f"scorer_mean_{name}": float(np.mean(scorer_values)) for name, scorer_values in sorted(values.items())}
+
+
+def _episode_figures(episodes: Sequence[Sample]) -> dict[str, float]:
+    if not episodes:
+        return {}
+    tallies, reported = [tally(episode) for episode in episodes], dict[str, list[float]]()
+    for each in tallies:
+        for name, value in each.metrics.items():
+            reported.setdefault(_UNNAMED.sub("_", name), []).append(value)
+    given = [len(episode.token_ids) - episode.sampled_tokens for episode in episodes]
+    return {
+        "episode_turns_mean": float(np.mean([episode.segments[:, 2].sum() for episode in episodes])),
+        "episode_calls_mean": float(np.mean([each.calls for each in tallies])),
+        "episode_given_tokens_mean": float(np.mean(given)),
+        "episode_wait_s_mean": float(np.mean([each.waited_s for each in tallies])),
+        **{
+            f"ended_{end.value}": float(np.mean([episode.ended is end for episode in episodes])) for end in Ended if end
+        },
+        **{f"environment_mean_{name}": float(np.mean(reported[name])) for name in sorted(reported)[:_MOST_REPORTED]},
+    }
 
 
 def _lenient_shares(batch: Sequence[Experience]) -> dict[str, float]:

@@ -137,6 +137,32 @@ def text(messages: Messages) -> str:
     return "\n\n".join(parts)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tally:
+    """What an episode had; nothing if its transcript cannot be read."""
+
+    calls: int = 0
+    """Of tools."""
+    waited_s: float = 0.0
+    """Between its answers, for its tools or its agent."""
+    metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Of its environment, or agent."""
+
+
+def tally(sample: Sample) -> Tally:
+    """Return the sums over an episode's turns."""
+    try:
+        decoded = json.loads(sample.transcript or b'{"turns": []}')
+        calls = sum(
+            len(message.get("tool_calls") or ()) for turn in decoded["turns"] for message in turn["messages"][-1:]
+        )
+        waited_s = sum(float(turn.get("waited_s", 0.0)) for turn in decoded["turns"][1:])
+        metrics = {str(name): float(value) for name, value in decoded.get("metrics", {}).items()}
+        return Tally(calls, waited_s, metrics)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return Tally()
+
+
 def turns_of(sample: Sample) -> list[Json]:
     """Return an episode's messages in the order of its turns, as records have them.
 

@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[2]
 RULES = ROOT / "deploy" / "k8s" / "penstock-monitoring" / "rules" / "penstock.yaml"
 RUN = 'run="r"'
 ONE = 'run="r",instance="x",service="s"'
+LOOP = 'run="r",instance="x",service="episodes"'
 TRAINER = 'run="r",instance="x",service="trainer"'
 
 
@@ -260,6 +261,37 @@ FAULTS = (
         9,
         f'{ONE},tier="unsafe"',
     ),
+    Fault(
+        "PenstockEpisodesLost",
+        {
+            f'penstock_episodes_lost_total{{{ONE},cause="process"}}': "0+4x20 80+6x30",
+            f'penstock_episodes_ended_total{{{ONE},reason="stop"}}': "0+90x60",
+        },
+        20,
+        45,
+        RUN,
+    ),
+    Fault(
+        "PenstockEpisodesBranching",
+        {
+            f'penstock_episodes_forks_total{{{ONE},cause="history"}}': "0+19x20 380+22x30",
+            f"penstock_episodes_turns_total{{{ONE}}}": "0+100x60",
+        },
+        20,
+        45,
+        RUN,
+    ),
+    Fault(
+        "PenstockEpisodesStarving",
+        {
+            f'penstock_event_loop_stall_seconds_bucket{{{LOOP},le="0.1"}}': "0+96x20 1920+94x30",
+            f'penstock_event_loop_stall_seconds_bucket{{{LOOP},le="0.25"}}': "0+100x60",
+            f'penstock_event_loop_stall_seconds_bucket{{{LOOP},le="+Inf"}}': "0+100x60",
+        },
+        20,
+        45,
+        'run="r",instance="x"',
+    ),
 )
 
 
@@ -326,7 +358,9 @@ def test_every_alert_has_a_fault_above() -> None:
 
 
 def test_every_alert_and_every_guard_is_raised_in_a_real_run() -> None:
-    source = "".join((ROOT / "tests" / "chaos" / f"test_{name}.py").read_text() for name in ("faults", "bus_lost"))
+    source = "".join(
+        (ROOT / "tests" / "chaos" / f"test_{name}.py").read_text() for name in ("faults", "bus_lost", "episodes")
+    )
     raised = set(re.findall(r"Penstock[A-Z]\w+", source))
     guards = {name for name in (*GUARDS, "nonfinite") if f'"{name}"' in source}
     assert raised == rules().keys()

@@ -18,10 +18,10 @@ from prometheus_client import REGISTRY
 from penstock.services.episodes.drivers.agent import AgentFunction, AgentPlayer
 from penstock.services.episodes.drivers.agent_server import AgentServer
 from penstock.services.episodes.drivers.hosts import Hosts
-from penstock.services.episodes.drivers.loop import ToolLoop
+from penstock.services.episodes.drivers.loop import TOOL_CALLS, ToolLoop
 from penstock.services.episodes.http.gateway import Gateway
 from penstock.services.episodes.replicas import Replicas
-from penstock.services.episodes.service import Episodes, Policy, work
+from penstock.services.episodes.service import LOST, Episodes, Policy, work
 from penstock.services.rollout.engines.prompts import CharacterCodec
 from penstock.services.rollout.engines.scripted import ScriptedEngine
 from penstock.services.rollout.episode_turns import keeps_salt
@@ -258,6 +258,39 @@ async def test_what_a_tool_raises_is_its_answer(playing: Any) -> None:
     assert [turn.get("turn") for turn in turns] == [None, 0, None, 1]
     assert (turns[1]["versions"], turns[1]["calls"][0]["name"]) == ([3], "guess")
     assert turns[2]["content"] == "ValueError: only even numbers"
+
+
+async def test_calls_are_counted_by_tool_and_what_a_policy_writes_makes_no_label(playing: Any) -> None:
+    def script(prompt: str, *_: Any) -> tuple[str, float]:
+        (row,) = re.findall(r"row (\d+)", prompt)
+        name = "guess" if row == "0" else f"invented_{len(prompt)}"
+        return f'<tool_call>{{"name": "{name}", "arguments": {{"number": 1}}}}</tool_call>', 0.5
+
+    before = {key: counted(TOOL_CALLS, *key) for key in (("guess", "raised"), ("other", "answered"))}
+    player = await playing(script, environment=TROUBLE, max_turns=2)
+    await player.admit(-4, 5)
+    await player.groups(2)
+    after = {key: counted(TOOL_CALLS, *key) - number for key, number in before.items()}
+    assert after == {("guess", "raised"): 4, ("other", "answered"): 4}
+    assert {sample.labels.get("tool") for family in TOOL_CALLS.collect() for sample in family.samples} <= {
+        "guess",
+        "add",
+        "other",
+    }
+
+
+async def test_attempts_without_a_sample_are_counted_by_their_cause(playing: Any) -> None:
+    before = {cause: counted(LOST, cause) for cause in ("process", "unavailable")}
+    player = await playing(environment=TROUBLE)
+    await player.admit(-2, -3)
+    await buried(player, 2)
+    lost = {cause: counted(LOST, cause) - number for cause, number in before.items()}
+    assert lost["process"] >= 3
+    assert lost["unavailable"] >= 3, "each of its three attempts"
+
+
+def counted(counter: Any, *labels: str) -> float:
+    return float(counter.labels(*labels)._value.get())
 
 
 async def test_tools_alone_are_called_and_give_no_reward(playing: Any) -> None:

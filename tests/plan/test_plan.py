@@ -296,6 +296,67 @@ def test_a_run_corrects_the_rates(tmp_path: Path) -> None:
         measured([line], 1)
 
 
+AGENT = ("--episodes.tools", '["a:b"]', "--sampling.group_size", "8", "--sampling.max_new_tokens", "512")
+
+
+def test_episodes_are_planned_by_their_turns_the_prefix_cache_and_the_time_of_their_tools() -> None:
+    def planned(turns: str, *flags: str) -> report.Plan:
+        return make(settings_of(None, [*AGENT, *flags] if turns else AGENT[2:]), "8xH200", "7b", turns=turns)
+
+    plan = planned("4,600,2.5")
+    work = plan.planner.work
+    assert work.lengths.mean == pytest.approx(4 * 204.8)
+    assert work.lengths.most == 8 * 512
+    assert work.step_tokens == pytest.approx(32 * (256 + 8 * (819.2 + 600)))
+    assert work.read_tokens == pytest.approx(256 + 8 * (600 + 3 * 8)), "each turn reads half a block again"
+    assert "in 4.0 turns with 600 given tokens and 2.5 s of tools" in report.text(plan)
+    uncached = planned("4,600,2.5", "--rollout.vllm.arguments", "{enable_prefix_caching = false}")
+    assert uncached.planner.work.read_tokens == pytest.approx(256 + 8 * (600 + 3 * (256 + 709.6)))
+    assert "whose history is read again with each turn" in report.text(uncached)
+
+    def step_s(of: report.Plan) -> float:
+        return of.candidates[0].pace.step_s
+
+    assert step_s(planned("1,0,0", "--episodes.max_turns", "1")) == pytest.approx(step_s(planned("")))
+    assert step_s(plan) < step_s(planned("4,600,250")) < step_s(plan) + 250 * 4
+    assert step_s(plan) < step_s(uncached)
+
+
+@pytest.mark.parametrize(
+    ("flags", "turns", "sentence"),
+    [
+        (AGENT, "", "expected the turns of an episode with [episodes]"),
+        (AGENT[2:], "4,600,2", "expected [episodes] with --turns"),
+        (AGENT, "4,600", "expected TURNS,TOKENS,SECONDS such as 4,600,2.5, found '4,600'"),
+        (AGENT, "nan,600,1", "expected TURNS,TOKENS,SECONDS"),
+        (AGENT, "9,600,1", "expected 1 to 8 turns of an episode (episodes.max_turns)"),
+        (AGENT, "4,1e6,1", "expected room for 4 turns in the"),
+    ],
+)
+def test_episodes_of_unknown_turns_are_not_planned(flags: Sequence[str], turns: str, sentence: str) -> None:
+    with pytest.raises(SettingsError, match=re.escape(sentence)):
+        make(settings_of(None, flags), "8xH200", "7b", turns=turns)
+
+
+def test_a_run_of_episodes_says_their_turns(tmp_path: Path) -> None:
+    line = {
+        "step_s": 8.0, "phase_wait_s": 4.0, "phase_forward_backward_s": 3.5, "phase_optimizer_s": 0.5, "samples": 256,
+        "response_tokens_mean": 800.0, "episode_turns_mean": 4.0, "episode_given_tokens_mean": 856.0,
+        "episode_wait_s_mean": 1.5,
+    }  # fmt: skip
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text("".join(json.dumps({**line, "step": step}) + "\n" for step in range(1, 7)))
+    settings = settings_with(tmp_path, **SEVEN).model_copy(update={"episodes": settings_of(None, AGENT[:2]).episodes})
+    (tmp_path / "settings.toml").write_text(f'[policy]\nmodel = "{tmp_path}"\n[episodes]\ntools = ["a:b"]\n')
+    work = make(settings, "4xH200", calibrate=tmp_path).planner.work
+    assert work.lengths.mean == pytest.approx(800)
+    assert work.episode is not None
+    assert (work.episode.turns, work.episode.given_tokens, work.episode.wait_s) == (4.0, 600.0, 1.5)
+    metrics.write_text(metrics.read_text().replace("episode_turns_mean", "another"))
+    with pytest.raises(SettingsError, match="found no `episode_turns_mean`"):
+        make(settings, "4xH200", calibrate=tmp_path)
+
+
 def test_a_run_whose_reward_models_took_turns_does_not_calibrate() -> None:
     turns = settings_of(None, ["--placement.mode=shared", '--reward.scorers=[{kind = "model", model = "m"}]'])
     figures = measured([{"step_s": 5.0, "phase_wait_s": 4.0}] * 6, 1)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import time
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ from tests.support.clients import TOOL
 
 KEYS = "keys-{}.txt"
 """In the folder of its row: the endpoints and keys of a process's episodes, by its id."""
+
+SPOILED = "spoiled"
 
 
 class Guess:
@@ -95,6 +98,23 @@ async def recording_agent(task: Any, base_url: str, api_key: str, secret: int, f
             if hint == "=":
                 return 1.0
             messages += [said, {"role": "tool", "tool_call_id": said["tool_calls"][0]["id"], "content": hint}]
+    return 0.0
+
+
+async def spoiled_agent(task: str, base_url: str, api_key: str, secret: int, folder: str) -> float:
+    """Guess, unless the file ``SPOILED`` says ``fail`` (each fifth time there is no sandbox) or ``edit`` (no message as before)."""
+    import httpx
+
+    spoiled = (Path(folder) / SPOILED).read_text()
+    if spoiled != "edit":
+        if spoiled == "fail" and random.random() < 0.2:
+            raise ConnectionError("no sandbox is free")
+        return await recording_agent(task, base_url, api_key, secret, folder)
+    async with httpx.AsyncClient(base_url=base_url, timeout=600.0, verify=False, trust_env=False) as client:
+        for number in range(1, 4):
+            body = {"messages": [{"role": "user", "content": task * number}]}
+            answer = await client.post("/chat/completions", json=body, headers={"x-api-key": api_key})
+            answer.raise_for_status()
     return 0.0
 
 

@@ -27,7 +27,10 @@ def run(source: Path, flags: Sequence[str], version: str, problems: int | None, 
         console.say_json([dataclasses.asdict(result) for result in results])
         return
     for result in results:
-        console.say(f"{sentence(result)} · {result.answered} of {result.problems} problems, {result.seconds:.1f} s")
+        turns = "" if result.turns is None else f"{result.turns:.1f} turns and {result.calls:.1f} calls an episode, "
+        console.say(
+            f"{sentence(result)} · {result.answered} of {result.problems} problems, {turns}{result.seconds:.1f} s"
+        )
 
 
 def _stored(source: Path, flags: Sequence[str], version: int | None, opened: contextlib.ExitStack) -> Stored:

@@ -34,8 +34,8 @@ _TEXTS = ("a", "7", "1+1", "", "ü", "two words")
 
 def try_environment(settings: Settings, problems: Sequence[Problem], tokenizer: Tokenizer) -> bool:
     """Print what an environment or tools do; return whether there is no fault. Raises SettingsError: they cannot be loaded."""
-    if settings.episodes.agent:
-        console.say(f"\nagent {settings.episodes.agent}: not tried (it asks the policy)")
+    if settings.episodes.has_agent:
+        console.say(f"\nagent {settings.episodes.name}: not tried (it asks the policy)")
         return True
     trial = Trial(settings, rows_to_try(problems, [""]))
     asyncio.run(trial.run())
@@ -69,7 +69,7 @@ class Trial:
             self.lines.append(f"tools {', '.join(map(_signature, self.tools)) or 'none'}")
             await self._try_resets()
             await self._try_tools()
-            if self._settings.environment and not self.faults:
+            if self._settings.has_environment and not self.faults:
                 await self._try_episodes()
         except TemporaryError as error:
             self.faults.append(f"{error}: an episode would be played again, and its group be lost")
@@ -145,14 +145,14 @@ class Trial:
         """Play calls until the episode is done. Raises TemporaryError."""
         of = self._settings
         async with self._hosts.place(object()) as (host, slot):
-            text = (await host.ask(slot, "reset", of.setup_s, "setup_s", row=row))["value"]
+            text = (await host.ask(slot, "reset", of.setup_s + of.patience_s, "setup_s", row=row))["value"]
             said: Mapping[str, Any] = {}
             for name, given in calls:
-                said = await host.ask(slot, "call", of.tool_s, "tool_s", name=name, arguments=given)
+                said = await host.ask(slot, "call", of.tool_s + of.patience_s, "tool_s", name=name, arguments=given)
                 if said.get("done"):
                     break
             reward = None
-            if of.environment:
+            if of.has_environment:
                 reward = (await host.ask(slot, "reward", of.tool_s, "tool_s"))["value"]
             return Played(text, said, reward, host.pid)
 

@@ -11,6 +11,7 @@ from penstock.services.coordinator.evaluation.statistics import Estimate, estima
 from penstock.shared.bus.bus import Bus
 from penstock.shared.bus.messages import PolicyVersion, RolloutGroup
 from penstock.shared.bus.stores.policy.evaluations import Description, EvaluationRequest, Played, evaluated, results
+from penstock.shared.bus.transcripts import tally
 from penstock.shared.settings.evaluation import ONLY_SET
 
 _CHUNK = 500
@@ -118,12 +119,7 @@ def played_in(group: RolloutGroup) -> Played | None:
         return None
     turns = sum(int(sample.segments[:, 2].astype(bool).sum()) for sample in samples)
     ended = Counter(sample.ended.value for sample in samples if sample.ended is not None)
-    return Played(len(samples), turns, sum(_calls_in(sample.transcript) for sample in samples), dict(ended))
-
-
-def _calls_in(transcript: bytes) -> int:
-    turns = json.loads(transcript or b'{"turns": []}')["turns"]
-    return sum(len(message.get("tool_calls") or ()) for turn in turns for message in turn["messages"][-1:])
+    return Played(len(samples), turns, sum(tally(sample).calls for sample in samples), dict(ended))
 
 
 def sentence(evaluation: Evaluation) -> str:

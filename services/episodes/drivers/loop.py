@@ -16,11 +16,23 @@ from penstock.shared.settings.rollout import EpisodesSettings
 
 log = logging.getLogger(__name__)
 
-TOOL_CALLS = Counter("penstock_episodes_tool_calls_total", "Calls of tools: answered, or unavailable.", ["status"])
-for _status in ("answered", "unavailable"):
-    TOOL_CALLS.labels(_status)
+TOOL_CALLS = Counter(
+    "penstock_episodes_tool_calls_total",
+    "Calls of tools: answered, raised (its error is the answer), or unavailable. Those of names that are no tool's are other.",
+    ["tool", "status"],
+)
+OTHER, _STATUSES = "other", ("answered", "raised", "unavailable")
 _REPEATED = 3
 """Times that a call of a tool without a state is made."""
+
+
+def _export(tool: str) -> None:
+    """Export 0, so that the first increase shows."""
+    for status in _STATUSES:
+        TOOL_CALLS.labels(tool, status)
+
+
+_export(OTHER)
 
 
 class ToolLoop:
@@ -28,6 +40,9 @@ class ToolLoop:
 
     def __init__(self, settings: EpisodesSettings, hosts: Hosts, answer_field: str) -> None:
         self._settings, self._hosts, self._answer_field = settings, hosts, answer_field
+        self._names = {str(tool["function"]["name"]) for tool in hosts.tools}
+        for name in self._names:
+            _export(name)
 
     async def play(self, episode: Episode) -> float | None:
         """Play it to its end; return its environment's reward, if that has one.
@@ -78,25 +93,27 @@ class ToolLoop:
             self._settings.tool_s + self._settings.patience_s,
         )
         try:
-            return self._counted(await host.ask(slot, "call", limit_s, "tool_s", **given))
+            return self._counted(call, await host.ask(slot, "call", limit_s, "tool_s", **given))
         except TemporaryError as error:
-            TOOL_CALLS.labels("unavailable").inc()
+            self._count(call, "unavailable")
             failed = error
         for _ in range(0 if self._settings.keeps_state else _REPEATED - 1):
             try:
                 async with self._hosts.place(call) as (other, place):
-                    return self._counted(await other.ask(place, "call", limit_s, "tool_s", **given))
+                    return self._counted(call, await other.ask(place, "call", limit_s, "tool_s", **given))
             except TemporaryError as error:
-                TOOL_CALLS.labels("unavailable").inc()
+                self._count(call, "unavailable")
                 failed = error
         if self._settings.keeps_state or not isinstance(failed, HostLost):
             raise failed
         return {"value": f"no answer within {limit_s:g} s"}
 
-    @staticmethod
-    def _counted(said: Mapping[str, Any]) -> Mapping[str, Any]:
-        TOOL_CALLS.labels("answered").inc()
+    def _counted(self, call: ToolCall, said: Mapping[str, Any]) -> Mapping[str, Any]:
+        self._count(call, "raised" if said.get("raised") else "answered")
         return said
+
+    def _count(self, call: ToolCall, status: str) -> None:
+        TOOL_CALLS.labels(call.name if call.name in self._names else OTHER, status).inc()
 
 
 def opening(prompt: Prompt, text: str | None) -> list[Message]:

@@ -2,6 +2,7 @@
 
 import io
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from penstock.services.cli.__main__ import main
 from penstock.services.offline.policy import StoredPolicy
 from penstock.shared.errors import SettingsError
 from penstock.shared.settings import Settings, dump, load
+from tests.chaos import episodes
 from tests.support.hub_uploads import hub
 
 ROOT = Path(__file__).parents[3]
@@ -82,9 +84,9 @@ def test_a_conversation_is_read_by_lines_and_a_refused_one_ends_nothing(
         (["eval", "config/arithmetic.toml", "--version", "3"], 2, "--version is for a run's folder"),
         (["eval", "examples/trl/run.toml"], 2, "there is no held-out set: set evaluation.path"),
         (
-            ["eval", "RUN", "--version", "0", "--episodes.tools", '["a:b"]'],
+            ["eval", "RUN", "--version", "0", "--episodes.tools", '["json:none"]'],
             2,
-            "expected no [episodes], which only a run evaluates",
+            "expected a tokenizer with a chat template",
         ),
         (["eval", "RUN", "--version", "7"], 1, "there are no weights of version 7"),
         (["push", "mine", "RUN"], 2, "and '.', found 'mine'"),
@@ -120,6 +122,54 @@ def test_an_evaluation_without_a_run_ends_at_the_same_texts(run: Path, capsys: p
     assert main([*words, "--sampling.stop", digits]) == 0
     (stopped,) = json.loads(capsys.readouterr().out)
     assert (stopped["answered"], stopped["correct"]) == (20, 0)
+
+
+def played(folder: Path, *flags: str, secrets: Sequence[int] = (3, 7, 11)) -> list[str]:
+    """Return the words that evaluate a policy of random weights on episodes."""
+    values = episodes.flags(folder)
+    rows = [{"prompt": "?", "secret": secret, "folder": str(folder)} for secret in secrets]
+    (folder / "heldout.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    own = {"policy.model": values["policy.model"], "data.path": values["data.path"], "episodes.setup_s": 600}
+    given = [f"--{name}={value}" for name, value in own.items()]
+    path = str(folder / "heldout.jsonl")
+    return [
+        "eval",
+        episodes.CONFIG,
+        *given,
+        "--evaluation.path",
+        path,
+        *("--evaluation.samples=2", "--evaluation.temperature=1"),
+        *flags,
+    ]
+
+
+def test_an_evaluation_without_a_run_plays_the_episodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words, results = played(tmp_path, "--json"), list[dict[str, Any]]()
+    capsys.readouterr()  # of DeepSpeed, when the policy was written
+    for agent in ("", "tests.support.guessing:recording_agent", ""):
+        flags = ["--episodes.environment=", f"--episodes.agent={agent}"] if agent else []
+        assert main([*words, *flags]) == 0
+        (result,) = json.loads(capsys.readouterr().out)
+        results.append({**result, "seconds": 0.0, "started_at_s": 0.0})
+        assert (result["problems"], result["answered"], result["samples"], result["note"]) == (3, 3, 2, "")
+        assert 1 <= result["turns"] <= 4
+        assert result["calls"] <= result["turns"]
+        assert sum(result["ended"].values()) == pytest.approx(1.0)
+    of_environment, of_agent, again = results
+    assert of_agent["ended"] == {"agent": 1.0}
+    assert again == of_environment
+
+
+def test_an_evaluation_without_a_run_says_which_episodes_it_could_not_play(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trouble = "--episodes.environment=tests.support.guessing:Trouble"  # -5 has no finite reward
+    words = played(tmp_path, trouble, "--json", secrets=(-5, 3))
+    capsys.readouterr()
+    assert main(words) == 0
+    (result,) = json.loads(capsys.readouterr().out)
+    assert (result["problems"], result["answered"]) == (2, 1)
+    assert "expected a finite reward, found nan" in result["note"]
 
 
 @pytest.mark.parametrize("wrong", [{"samples": 0}, {"max_new_tokens": -1}, {"temperature": -1.0}, {"temperature": float("nan")}])  # fmt: skip

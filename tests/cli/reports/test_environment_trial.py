@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from penstock.services.cli.__main__ import main
-from penstock.services.cli.reports.environment_trial import Trial, template_faults
+from penstock.services.cli.reports.environment_trial import Trial, template_faults, try_environment
 from penstock.services.episodes.renderer import Renderer
 from penstock.shared.settings import load
 from tests.support import builders
@@ -76,3 +76,9 @@ def test_the_check_of_a_run_plays_its_environment(tmp_path: Path, capsys: pytest
     words += ["--reward.expression=environment", "--episodes.environment=tests.support.faulty_environments:Moody"]
     assert main(words) == 1
     assert "episodes tests.support.faulty_environments:Moody: fault: reset gave" in capsys.readouterr().out
+
+
+def test_an_agent_elsewhere_is_said_not_to_be_tried(capsys: pytest.CaptureFixture[str]) -> None:
+    settings = load(None, ["--episodes.agent_url=http://127.0.0.1:9/run", "--data.path=x"], environment={})
+    assert try_environment(settings, [], characters())
+    assert "agent http://127.0.0.1:9/run: not tried" in capsys.readouterr().out

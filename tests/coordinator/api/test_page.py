@@ -192,7 +192,8 @@ async def test_it_shows_the_run_as_it_goes_on_and_text_of_the_run_stays_text(
             await page.get_by_role("button", name="Start", exact=True).click()
             await shows(page, "#state", "running")
             figures = {"learning_rate": 0.125, "clip_fraction": 0.375, "ess": 0.75, "zero_std_groups": 1.0}
-            figures["signal_fraction"] = 0.5
+            figures |= {"signal_fraction": 0.5, "episode_turns_mean": 2.0, "episode_calls_mean": 1.0}
+            figures |= {"ended_stop": 0.75, "ended_length": 0.25, "ended_turns": 0.0, "environment_mean_tries": 3.0}
             await trainer.step(reward_mean=0.25, scorer_mean_answer=0.25, scorer_mean_format=0.5, **figures)
             await shows(page, "#tiles", "0.25")
             for title, label in (
@@ -202,6 +203,9 @@ async def test_it_shows_the_run_as_it_goes_on_and_text_of_the_run_stays_text(
                 ("Effective sample size", "ess 0.75"),
                 ("Zero-variance groups", "zero std groups 1"),
                 ("Groups with signal", "signal fraction 0.5"),
+                ("Turns of an episode", "episode turns mean 2, episode calls mean 1"),
+                ("How episodes end", "length 0.25, stop 0.75"),
+                ("Reported by environments", "tries 3"),
             ):
                 await page.locator(f'[data-curve="{title}"] svg[aria-label="{label} at step 1"]').wait_for()
             await Failures(failing).failed("scorer 'mine'", "train.jsonl:7", f"KeyError: {HOSTILE}")

@@ -1,6 +1,7 @@
 """Laws of the update rule."""
 
 import dataclasses
+import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,7 +29,7 @@ from penstock.services.trainer.batch.staleness import (
 )
 from penstock.services.trainer.metrics import batch_figures
 from penstock.services.trainer.model.policy import Policy
-from penstock.shared.bus.messages import FinishReason, PolicyVersion, Sample
+from penstock.shared.bus.messages import Ended, FinishReason, PolicyVersion, Sample
 from penstock.shared.settings import TrainerSettings
 from penstock.shared.settings.rules import LOSSES, OWN
 from tests.support import builders
@@ -161,6 +162,32 @@ def test_groups_of_equal_rewards_are_counted_whatever_their_mean_rounds_to(last:
     made = builders.experience(0, (*[0.9] * 11, last))
     assert float(np.full(12, 0.9, np.float32).std()) > 0.0
     assert batch_figures([made], 0, {}, most_tokens=9).metrics["zero_std_groups"] == equal
+
+
+def test_a_steps_report_says_how_its_episodes_were_played() -> None:
+    played = builders.episode()  # a call of two tokens, an observation of two and an answer of three, after three
+    told = json.loads(played.transcript)
+    told["turns"][1]["waited_s"], told["metrics"] = 2.5, {"tries": 3.0, "a b\ud800": 1.0}
+    other = dataclasses.replace(played, ended=Ended.STOP, transcript=json.dumps(told).encode())
+    group = dataclasses.replace(builders.group(0, ("46", "47")), samples=(played, other))
+    scored = dataclasses.replace(builders.experience(), group=group)
+    metrics = batch_figures([scored], 1, {PolicyVersion(0): 0}, most_tokens=99).metrics
+    assert {name: metrics[name] for name in metrics if name.startswith("episode_")} == {
+        "episode_turns_mean": 2.0,
+        "episode_calls_mean": 1.0,
+        "episode_given_tokens_mean": 5.0,
+        "episode_wait_s_mean": 1.25,
+    }
+    ended = {name: share for name, share in metrics.items() if name.startswith("ended_")}
+    assert ended == {"ended_stop": 0.5, "ended_turns": 0.5} | dict.fromkeys(
+        ("ended_length", "ended_context", "ended_deadline", "ended_agent"), 0.0
+    )
+    assert {name: metrics[name] for name in metrics if name.startswith("environment_")} == {
+        "environment_mean_tries": 3.0,
+        "environment_mean_a_b_": 1.0,
+    }
+    plain = batch_figures([builders.experience()], 1, {PolicyVersion(0): 0}, most_tokens=99).metrics
+    assert not [name for name in plain if name.startswith(("episode_", "ended_", "environment_"))]
 
 
 def test_context_is_computed_and_not_trained() -> None:

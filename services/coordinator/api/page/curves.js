@@ -28,6 +28,9 @@ export function phaseColour(phase) {
 /** How the mean value of a scorer is named in a step's report. */
 const SCORER = "scorer_mean_";
 
+/** How what environments report is named there, and the share of episodes that ended in a way. */
+const ENVIRONMENT = "environment_mean_", ENDED = "ended_";
+
 const isKnown = (metrics, name) => metrics[name]?.last.some(Number.isFinite) ?? false;
 
 /** Whether a run's steps have a loss and no rewards: it trains demonstrations or preference pairs, and generates nothing. */
@@ -42,6 +45,10 @@ const OF_PAIRS = [
   ["Loss", "of demonstrations or pairs; of held-out ones after the step", ["loss", "evaluation_loss"], { low: null }],
   ["Preferences", "share of pairs that the policy orders right", ["preference_accuracy", "evaluation_accuracy"], { high: 1 }],
   ["Margin", "of the chosen answer over the rejected one, in nats", ["preference_margin"], { low: null }],
+];
+const OF_EPISODES = [
+  ["Turns of an episode", "answers of the policy, and calls of tools; means", ["episode_turns_mean", "episode_calls_mean"]],
+  ["Tools and agents", "seconds of an episode between its answers", ["episode_wait_s_mean"]],
 ];
 const OF_GENERATION = [
   ["Loss of demonstrations", "nats a token", ["ce_loss"], { low: null }],
@@ -76,14 +83,18 @@ function cardsOf(view, evaluations, maxLag, width) {
   const steps = [...view.step], axis = { steps, width, from: steps[0], to: steps.at(-1), marks: view.marks, evaluated: known.map((one) => one.step) };
   if (steps.length === 0 && known.length === 0) return [];
   const plain = ([title, note, names, options]) => [title, title === "Lag" && maxLag !== null ? `${note}; at most ${maxLag}` : note, curves(axis, names.filter((name) => isKnown(metrics, name)).map((name) => seriesOf(name.replaceAll("_", " "), metrics[name])), { low: 0, ...options })];
-  const scorers = Object.keys(metrics).filter((name) => name.startsWith(SCORER)).toSorted();
+  const under = (prefix) => Object.keys(metrics).filter((name) => name.startsWith(prefix)).toSorted();
+  const all = (prefix, options, isShown = () => true) => curves(axis, under(prefix).filter((name) => isShown(metrics[name].last)).map((name) => seriesOf(name.slice(prefix.length), metrics[name])), options);
   const phases = Object.entries(PHASES).map(([name, label], colour) => ({ name: label, last: metrics[name]?.last ?? steps.map(() => null), colour }));
   const cards = [
     ...OF_PAIRS.slice(supervised ? 0 : 1).map(plain),
     ...(supervised ? [] : [
       ["Reward", "of training samples: mean, one deviation, min to max", isKnown(metrics, "reward_mean") && rewards(axis, metrics)],
-      ["Reward by scorer", "mean value of each reward function", curves(axis, scorers.map((name) => seriesOf(name.slice(SCORER.length), metrics[name])))],
+      ["Reward by scorer", "mean value of each reward function", all(SCORER)],
+      ["Reported by environments", "mean over the episodes that report it", all(ENVIRONMENT)],
       ["Held-out accuracy", "by set; 95 % interval of the first", accuracies(axis, known)],
+      ...OF_EPISODES.map(plain),
+      ["How episodes end", "share of the step's episodes", all(ENDED, { low: 0, high: 1 }, (shares) => shares.some((share) => share > 0))],
       ...OF_GENERATION.map(plain),
     ]),
     ...OF_ALL.slice(0, 2).map(plain),
