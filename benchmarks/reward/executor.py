@@ -19,9 +19,9 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
-from penstock.services.reward.executor.client import ExecutorClient
-from penstock.services.reward.executor.protocol import Job, Outcome
 from penstock.shared.errors import TemporaryError
+from penstock.shared.executor.client import ExecutorClient
+from penstock.shared.executor.protocol import Job, Outcome
 
 PROGRAM = """
 import bisect, collections, copy, datetime, decimal, fractions, functools, heapq, itertools, json, math, random, re, statistics

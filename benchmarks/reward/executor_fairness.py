@@ -21,8 +21,8 @@ import time
 from collections.abc import AsyncIterator
 
 from benchmarks.reward.executor import executor
-from penstock.services.reward.executor.client import ExecutorClient
-from penstock.services.reward.executor.protocol import Execution, Job, Limits, Outcome
+from penstock.shared.executor.client import ExecutorClient
+from penstock.shared.executor.protocol import Execution, Job, Limits, Outcome
 
 DEADLINE = 3.0
 LARGEST_SLOWDOWN = 1.5

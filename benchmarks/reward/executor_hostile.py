@@ -18,8 +18,8 @@ import sys
 import time
 
 from benchmarks.reward.executor import PROGRAM, executor
-from penstock.services.reward.executor.client import ExecutorClient
-from penstock.services.reward.executor.protocol import Call, Job, Limits, Outcome
+from penstock.shared.executor.client import ExecutorClient
+from penstock.shared.executor.protocol import Call, Job, Limits, Outcome
 
 FINISHED, ERROR, OVER = Outcome.FINISHED, Outcome.RUNTIME_ERROR, Outcome.OUTPUT_LIMIT
 RESULTS: dict[str, tuple[str, Outcome]] = {

@@ -36,14 +36,14 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.reward import hostile_texts
 from benchmarks.reward.hostile_texts import TESTS, Family
-from penstock.services.reward.executor.client import ExecutorClient
-from penstock.services.reward.executor.protocol import Job
 from penstock.shared.bus import embedded
 from penstock.shared.bus.bus import Bus
 from penstock.shared.bus.encoding import wire
 from penstock.shared.bus.messages import Experience, FinishReason, GroupId, Json, Prompt, RolloutGroup, Sample, Sampling
 from penstock.shared.bus.streams import EXPERIENCE, ROLLOUTS
 from penstock.shared.errors import PenstockError, TemporaryError
+from penstock.shared.executor.client import ExecutorClient
+from penstock.shared.executor.protocol import Job
 from tests.support.raw_redis import raw
 
 LONGEST_STALL_S = 0.05

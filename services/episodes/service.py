@@ -23,6 +23,7 @@ from prometheus_client import Counter, Gauge
 from penstock.services.episodes.answers import AnswerParser
 from penstock.services.episodes.drivers.hosts import HostLost, Hosts
 from penstock.services.episodes.drivers.loop import ToolLoop
+from penstock.services.episodes.drivers.python import Python
 from penstock.services.episodes.episode import Episode, Limits
 from penstock.services.episodes.evaluation import EvaluationEpisodes, watch
 from penstock.services.episodes.renderer import Renderer
@@ -176,8 +177,8 @@ async def run(settings: Settings, replica: str) -> None:
     """Serve until SIGTERM."""
     if not settings.episodes.is_on:
         raise SettingsError(
-            "expected episodes.environment, openenv, tools, mcp, agent, agent_url or verifiers for this service, found none: set one of "
-            "them"
+            "expected episodes.environment, openenv, tools, mcp, executor, agent, agent_url or verifiers for this service, found none: "
+            "set one of them"
         )
     async with serve(settings, "episodes", replica) as context, contextlib.AsyncExitStack() as around:
         context.status.start.begin("loading the tokenizer")
@@ -187,8 +188,7 @@ async def run(settings: Settings, replica: str) -> None:
         context.status.start.begin(f"loading {settings.episodes.name}")
         hosts = Hosts(settings.episodes)
         around.push_async_callback(hosts.close)
-        if not settings.episodes.agent_url:
-            await hosts.open()
+        await hosts.open()
         await _note_functions(context)
         replicas = Replicas(context.bus, context.secret)
         async with driver_of(settings, context.secret, hosts, policy.context_tokens) as driver:
@@ -200,7 +200,12 @@ async def driver_of(settings: Settings, secret: Secret, hosts: Hosts, tokens: in
     """Yield what plays episodes of ``tokens`` at most; with an agent, the endpoint is open during the body."""
     answer_field = settings.data.answer_field
     if not settings.episodes.has_agent:
-        yield ToolLoop(settings.episodes, hosts, answer_field)
+        python = Python(settings) if settings.episodes.executor else None
+        try:
+            yield ToolLoop(settings.episodes, hosts, answer_field, python)
+        finally:
+            if python is not None:
+                await python.close()
         return
     from penstock.services.episodes.drivers.agent import AgentFunction, AgentPlayer
     from penstock.services.episodes.drivers.agent_server import AgentServer

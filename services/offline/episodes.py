@@ -30,8 +30,7 @@ async def player(settings: Settings, policy: LocalPolicy) -> AsyncIterator[Play]
     renders, secret = Policy.of(settings, policy.tokenizer), secrets.token_bytes(32)
     drawing = asyncio.create_task(turns.run())
     try:
-        if not settings.episodes.agent_url:
-            await hosts.open()
+        await hosts.open()
         async with driver_of(settings, lambda: secret, hosts, renders.context_tokens) as driver:
             episodes = Episodes(settings, renders, turns, driver, "local")
             playing = EvaluationEpisodes(episodes.play, "local", settings.episodes.max_episodes)

@@ -19,7 +19,6 @@ from collections.abc import AsyncIterator, Coroutine
 from importlib import metadata
 from typing import Any
 
-from penstock.services.reward.executor.client import read_executor_secret
 from penstock.services.reward.failures import Tell
 from penstock.services.reward.models.call_watch import end_process
 from penstock.services.reward.models.turns import ModelTurns, Turns
@@ -45,6 +44,7 @@ from penstock.shared.bus.messages import RolloutGroup
 from penstock.shared.bus.stores.run.functions import note_functions, reward_functions
 from penstock.shared.bus.worker import Worker
 from penstock.shared.errors import BusUnavailable, SettingsError
+from penstock.shared.executor.client import read_executor_secret
 from penstock.shared.expression import Expression
 from penstock.shared.files.source import digest
 from penstock.shared.placement.lease import lease_of, leased

@@ -99,7 +99,7 @@ def valkey(socket: Path, data: Path, environment: Mapping[str, str]) -> ProcessP
 
 
 def executor(settings: Settings, config: Path, environment: Mapping[str, str]) -> list[ProcessPlan]:
-    """Return the executor if a scorer needs one and reward.executor.address names none."""
+    """Return the executor if a scorer or a tool needs one and reward.executor.address names none."""
     address = settings.reward.executor.address
     if not settings.needs_executor or not is_own_executor(address):
         return []

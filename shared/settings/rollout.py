@@ -141,8 +141,8 @@ class RolloutSettings(Section):
 
 
 class EpisodesSettings(Section):
-    """Episodes of several turns (docs/episodes.md). Set environment, openenv, tools, mcp, agent, agent_url or verifiers;
-    sampling.max_new_tokens then limits a turn."""
+    """Episodes of several turns (docs/episodes.md). Set environment, openenv, tools, mcp, executor, agent, agent_url or
+    verifiers; sampling.max_new_tokens then limits a turn."""
 
     environment: str = Field(default="", pattern=rf"^$|{_OBJECT}")
     """`package.module:Class` of an environment."""
@@ -152,6 +152,8 @@ class EpisodesSettings(Section):
     """MCP servers whose tools the policy can call: commands, or URLs (http, https) of streamable HTTP."""
     openenv: str = Field(default="", pattern=r"^$|^https?://[^/@\s]+")
     """URL of an OpenEnv server, whose environment takes the place of `environment`."""
+    executor: Literal["", "stdlib", "numpy"] = Field(default="")
+    """Interpreter of the tool `python`, an episode's session of the code executor (docs/sandbox.md); empty: no such tool."""
     agent: str = Field(default="", pattern=rf"^$|{_OBJECT}")
     """`package.module:function` of an agent, which asks the policy over HTTP."""
     agent_url: str = Field(default="", pattern=r"^$|^https?://[^\s@/?#][^\s@]*$")
@@ -187,6 +189,16 @@ class EpisodesSettings(Section):
         return bool(self.environment or self.openenv)
 
     @property
+    def profiles(self) -> tuple[str, ...]:
+        """The interpreters of the code executor that it needs."""
+        return (self.executor,) if self.executor else ()
+
+    @property
+    def has_code(self) -> bool:
+        """Whether code of the user's runs in processes of this service."""
+        return bool(self.has_environment or self.tools or self.mcp or self.agent or self.verifiers)
+
+    @property
     def keeps_state(self) -> bool:
         """Whether a call of a tool may change what later calls answer, so that a call is made once."""
         return bool(self.has_environment or self.mcp)
@@ -200,7 +212,7 @@ class EpisodesSettings(Section):
     def name(self) -> str:
         """What turns happen in, for prompts and reports."""
         player = self.environment or self.openenv or self.agent or self.agent_url or self.verifiers
-        return player or ", ".join((*self.tools, *self.mcp))
+        return player or ", ".join((*self.tools, *self.mcp, *(["python"] if self.executor else [])))
 
     def check_beside(self, others: Sequence[str], rewarded: Sequence[str]) -> None:
         """Raise ValueError for settings that do not work with episodes yet, or scorers ``rewarded`` by no environment."""
@@ -221,10 +233,9 @@ class EpisodesSettings(Section):
         ]
         if len(players) > 1:
             raise ValueError(f"expected one of episodes.{players[0]} and episodes.{players[1]}: leave one of them out")
-        if self.has_agent and (self.tools or self.mcp):
+        if self.has_agent and (beside := [name for name in ("tools", "mcp", "executor") if getattr(self, name)]):
             raise ValueError(
-                f"expected no episodes.{'tools' if self.tools else 'mcp'} with episodes.{players[0]}, which calls its own: leave one of "
-                "them out"
+                f"expected no episodes.{beside[0]} with episodes.{players[0]}, which calls its own tools: leave one of them out"
             )
         host, agent = self.listen.rpartition(":")[0].strip("[]"), urlsplit(self.agent_url).hostname
         if agent and not _HERE.match(agent) and (_HERE.match(host) or host in ("0.0.0.0", "::")):  # noqa: S104 (refused)
@@ -235,7 +246,7 @@ class EpisodesSettings(Section):
         changed = sorted(name for name, of in type(self).model_fields.items() if getattr(self, name) != of.default)
         if not self.is_on and changed:
             raise ValueError(
-                f"expected episodes.environment, openenv, tools, mcp, agent, agent_url or verifiers with episodes.{changed[0]}, which has "
-                "no effect without: set one of them, or leave it out"
+                "expected episodes.environment, openenv, tools, mcp, executor, agent, agent_url or verifiers with "
+                f"episodes.{changed[0]}, which has no effect without: set one of them, or leave it out"
             )
         return self

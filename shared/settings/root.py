@@ -146,8 +146,8 @@ class Settings(Section):
 
     @property
     def needs_executor(self) -> bool:
-        """Whether a scorer runs model-written code."""
-        return self.kind.generates and any(scorer.kind == "code" for scorer in self.reward.scorers)
+        """Whether a scorer or a tool runs model-written code."""
+        return self.kind.generates and (self.reward.runs_code or bool(self.episodes.executor))
 
     @property
     def model_work(self) -> ModelWork:
@@ -159,7 +159,7 @@ class Settings(Section):
     @property
     def executor_profiles(self) -> tuple[str, ...]:
         """The interpreters that the code executor keeps warm: with the standard library alone, or with numpy."""
-        chosen = {scorer.profile for scorer in self.reward.scorers if scorer.kind == "code"}
+        chosen = {each.profile for each in self.reward.scorers if each.kind == "code"} | {*self.episodes.profiles}
         return self.internal.executor_profiles or tuple(sorted(chosen)) or ("stdlib", "numpy")
 
     @property

@@ -353,6 +353,26 @@ def test_the_executor_reads_nothing_of_the_run_s_toml_but_its_own_settings_and_s
     assert (settings.executor_profiles, settings.reward.executor.slots) == (("numpy",), 3)
 
 
+def test_episodes_reach_the_executor_where_the_policy_has_its_tool_and_nowhere_else(tmp_path: Path) -> None:
+    for episodes, reaches in (('executor = "numpy"', True), ('tools = ["my:add"]', False)):
+        release = render(values(run={"config": f"[episodes]\n{episodes}\n"}, executor={"enabled": True}))
+        pod = template_of(release.one("Deployment", "episodes"))["spec"]
+        assert ("executor" in {volume["name"] for volume in pod["volumes"]}) is reaches
+        assert ("PENSTOCK__REWARD__EXECUTOR__ADDRESS" in environment(pod["containers"][0])) is reaches
+        rules = release.one("NetworkPolicy", "executor")["spec"]["ingress"]
+        (clients,) = [rule["from"] for rule in rules if rule["ports"] == [{"port": 9500}]]
+        assert len(clients) == 1 + reaches, "the reward service's pods, and these"
+        ports = [
+            port["port"]
+            for rule in release.one("NetworkPolicy", "episodes")["spec"]["egress"]
+            for port in rule.get("ports", ())
+        ]
+        assert (9500 in ports) is reaches
+        (tmp_path / "run.toml").write_text(release.one("ConfigMap", "executor")["data"]["run.toml"])
+        profiles = load(tmp_path / "run.toml", environment={}).executor_profiles
+        assert profiles == (("numpy",) if reaches else ("stdlib", "numpy"))
+
+
 OPENSHIFT: Kinds = {"security.openshift.io/v1": {"SecurityContextConstraints": "securitycontextconstraints"}}
 EVERY_POD: Sequence[Json] = (
     merged(values("two-pools", **EVERYTHING), {"models": ["hf://team/model"]}),

@@ -377,6 +377,7 @@ IN_ONE_POD: Sequence[str] = (
     TRACKED,
     CODE + "[rollout]\nreplicas = 2\n",
     CODE + '[reward.executor]\naddress = "executor:9500"\n',
+    '[episodes]\nexecutor = "numpy"\n',
     '[data]\nrejected_field = "rejected"\n[algorithm]\npreset = "dpo"\n[rollout]\nreplicas = 2\n',
     'algorithm.loss = "cross_entropy"\n["tracking"]\nsinks = ["mlflow"]\n',
 )

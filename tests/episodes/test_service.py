@@ -19,6 +19,7 @@ from penstock.services.episodes.drivers.agent import AgentFunction, AgentPlayer
 from penstock.services.episodes.drivers.agent_server import AgentServer
 from penstock.services.episodes.drivers.hosts import Hosts
 from penstock.services.episodes.drivers.loop import TOOL_CALLS, ToolLoop
+from penstock.services.episodes.drivers.python import Python
 from penstock.services.episodes.http.gateway import Gateway
 from penstock.services.episodes.replicas import Replicas
 from penstock.services.episodes.service import LOST, Episodes, Policy, work
@@ -60,8 +61,9 @@ def binary_search(prompt: str, version: PolicyVersion, lot: random.Random) -> tu
     return f'<tool_call>{{"name": "guess",  "arguments": {{"number":{(low + high) // 2}}}}}</tool_call>', 0.5
 
 
-def settings(**changes: Any) -> Settings:
+def settings(executor_address: str = "", **changes: Any) -> Settings:
     episodes = {"environment": GUESS, "max_turns": 6, "setup_s": PATIENCE_S, "tool_s": PATIENCE_S, **changes}
+    is_played = not {"agent", "agent_url", "openenv", "verifiers"}.isdisjoint(changes)
     return Settings.model_validate(
         {
             "episodes": episodes,
@@ -69,7 +71,10 @@ def settings(**changes: Any) -> Settings:
             "weights": {"deadline_s": PATIENCE_S},
             "bus": {"drain_s": 0.2},
             "internal": {"claim_after_s": 0.6, "max_attempts": 3, "heartbeat_s": 0.05},
-            "reward": {"scorers": [{"kind": "environment"}]} if {"tools", "mcp"}.isdisjoint(changes) else {},
+            "reward": {
+                "executor": {"address": executor_address},
+                **({"scorers": [{"kind": "environment"}]} if episodes["environment"] or is_played else {}),
+            },
         }
     )
 
@@ -84,6 +89,7 @@ class Player:
         self.tasks: list[asyncio.Task[Any]] = []
         self.contexts: list[Any] = []
         self.server: AgentServer | None = None
+        self.python: Python | None = None
 
     async def start_replica(self, name: str = "rollout-0") -> asyncio.Task[Any]:
         context = replicas.context(self.settings, self.bus, name, Status())
@@ -98,8 +104,7 @@ class Player:
         return task
 
     async def start(self) -> None:
-        if not self.settings.episodes.agent_url:
-            await self.hosts.open()
+        await self.hosts.open()
         await self.start_replica()
         context = dataclasses.replace(
             replicas.context(self.settings, self.bus, "episodes-0", Status()), service="episodes"
@@ -107,7 +112,8 @@ class Player:
         await context.secret.refresh()
         known = Replicas(self.bus, context.secret)
         policy = Policy.of(self.settings, characters())
-        driver: Any = ToolLoop(self.settings.episodes, self.hosts, "answer")
+        self.python = Python(self.settings) if self.settings.episodes.executor else None
+        driver: Any = ToolLoop(self.settings.episodes, self.hosts, "answer", self.python)
         if self.settings.episodes.has_agent:
             gateway = Gateway("127.0.0.1:0", context.secret, "policy", policy.context_tokens)
             self.tasks.append(asyncio.create_task(gateway.run()))
@@ -124,6 +130,8 @@ class Player:
             task.cancel()
         await asyncio.gather(*self.tasks, return_exceptions=True)
         await self.hosts.close()
+        if self.python is not None:
+            await self.python.close()
         if self.server is not None:
             await self.server.close()
 

@@ -28,6 +28,7 @@ GUESS = {"environment": "my_env:Guess"}
             {"episodes": {"verifiers": "tcp://a:1", "mcp": ["serve"]}},
             "expected no episodes.mcp with episodes.verifiers",
         ),
+        ({"episodes": {"agent": "my:run", "executor": "stdlib"}}, "expected no episodes.executor with episodes.agent"),
         ({"episodes": {"openenv": "example.org"}}, "should match pattern"),
         ({"episodes": {"verifiers": "http://a:1"}}, "should match pattern"),
         ({"episodes": {"environment": "my_env"}}, "should match pattern"),
@@ -55,3 +56,9 @@ def test_an_agent_here_or_that_reaches_the_endpoint_is_accepted() -> None:
 def test_an_environment_with_tools_and_its_reward_is_accepted() -> None:
     tables = {"episodes": {**GUESS, "tools": ["my:add"]}, "reward": {"scorers": [{"kind": "environment"}]}}
     assert Settings.model_validate(tables).episodes.name == "my_env:Guess"
+
+
+def test_a_tool_of_the_executors_needs_one_with_its_profile() -> None:
+    made = Settings.model_validate({"episodes": {"executor": "numpy"}})
+    assert (made.episodes.name, made.needs_executor, made.executor_profiles) == ("python", True, ("numpy",))
+    assert not Settings.model_validate({"episodes": {"tools": ["my:add"]}}).needs_executor

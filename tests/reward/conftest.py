@@ -4,8 +4,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from penstock.services.reward.executor import client, executor, zygote_process
+from penstock.services.reward.executor import program, zygote_process
 from penstock.services.reward.subprocess_pool import pool
+from penstock.shared.executor import client
 from tests.conftest import PATIENCE_S
 
 
@@ -16,5 +17,5 @@ def _patient_processes() -> Iterator[None]:
         patched.setattr(pool, "PATIENCE", 1000)
         patched.setattr(client, "CONNECT_WITHIN_S", PATIENCE_S)
         patched.setattr(zygote_process, "START_WITHIN_S", PATIENCE_S)
-        patched.setattr(executor, "_REACTS_WITHIN_S", PATIENCE_S)
+        patched.setattr(program, "REACTS_WITHIN_S", PATIENCE_S)
         yield

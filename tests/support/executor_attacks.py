@@ -8,7 +8,7 @@ import json
 import sys
 import sysconfig
 
-from penstock.services.reward.executor.protocol import Call, Limits, Outcome
+from penstock.shared.executor.protocol import Call, Limits, Outcome
 
 PRELUDE = """
 import ctypes, os, signal, socket, sys, threading, time

@@ -26,11 +26,11 @@ from penstock.services.coordinator.admission import dataset
 from penstock.services.coordinator.records import jsonl
 from penstock.services.reward.audit import audit
 from penstock.services.reward.audit.audit import AuditedGroup, AuditReport, Disagreement, RecordedCompletion
-from penstock.services.reward.executor.client import ExecutorClient
-from penstock.services.reward.executor.protocol import Job
 from penstock.services.up.display import console
 from penstock.shared.bus.messages import FinishReason, Json
 from penstock.shared.errors import SettingsError, TemporaryError
+from penstock.shared.executor.client import ExecutorClient
+from penstock.shared.executor.protocol import Job
 from penstock.shared.settings import Settings
 
 if TYPE_CHECKING:

@@ -17,6 +17,7 @@ import psutil
 from penstock.services.coordinator.admission.dataset import Problem, rows_to_try
 from penstock.services.episodes.drivers.hosts import Hosts
 from penstock.services.episodes.drivers.loop import row_of
+from penstock.services.episodes.drivers.python import TOOL
 from penstock.services.episodes.messages import Message, call
 from penstock.services.episodes.renderer import Renderer
 from penstock.services.up.display import console
@@ -66,6 +67,8 @@ class Trial:
         try:
             await self._hosts.open()
             self.tools = self._hosts.tools
+            if self._settings.executor:
+                self.lines.append(f"tool {TOOL['function']['name']}: a session of the code executor, not tried")
             self.lines.append(f"tools {', '.join(map(_signature, self.tools)) or 'none'}")
             await self._try_resets()
             await self._try_tools()

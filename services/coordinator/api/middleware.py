@@ -28,12 +28,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.services.coordinator.api.auth import Access, Role
 from penstock.services.coordinator.api.bodies import Bodies, BodyRefused
-from penstock.services.coordinator.api.connections import note_proven
 from penstock.services.coordinator.api.errors import ANSWER_WITHIN_S, bus_away, problem
 from penstock.services.coordinator.api.routes.page import REPORT_PATH, SESSION_PATH, page_type, session_cookie
 from penstock.shared.bus.bus import Bus
 from penstock.shared.bus.stores.run.idempotency import begin_answer, forget_answer, keep_answer
 from penstock.shared.errors import BusUnavailable
+from penstock.shared.process.connections import note_proven
 
 log = logging.getLogger(__name__)
 

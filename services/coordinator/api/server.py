@@ -15,16 +15,12 @@ from pathlib import Path
 import uvicorn
 from fastapi import FastAPI
 
-from penstock.services.coordinator.api.connections import ConnectionBounds, Connections
+from penstock.services.coordinator.api.errors import problem
 from penstock.shared.errors import SettingsError
 from penstock.shared.files.durable import write_whole
+from penstock.shared.process.connections import BACKLOG, SILENT_S, ConnectionBounds, Connections
 
 log = logging.getLogger(__name__)
-
-_SILENT_S = 10
-"""Seconds for which the kernel holds a connection that sends nothing: a busy client has time to send its token."""
-_BACKLOG = 512
-"""Connections that one turn of the event loop may accept: with those held, fewer than the usual 1,024 open files."""
 
 
 class _Quiet(uvicorn.Server):
@@ -43,11 +39,11 @@ class _Quiet(uvicorn.Server):
 
 class ApiServer:
     def __init__(self, host: str, port: int, bounds: ConnectionBounds | None = None) -> None:
-        self._connections = Connections(bounds or ConnectionBounds())
+        self._connections = Connections(bounds or ConnectionBounds(), problem)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.socket(family, socket.SOCK_STREAM)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, _SILENT_S)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, SILENT_S)
         try:
             self._socket.bind((host, port))
         except OSError as error:
@@ -72,7 +68,7 @@ class ApiServer:
             lifespan="off",
             ws="none",
             proxy_headers=False,
-            backlog=_BACKLOG,
+            backlog=BACKLOG,
             timeout_graceful_shutdown=2,
         )
         server = _Quiet(config)

@@ -139,7 +139,7 @@ class Slot(threading.Thread):
         if self._environment is None:
             self._environment = self._code.environment()
         text = self._called(self._environment.reset, row)
-        return {"value": None if text is None else _text(text)}
+        return {"value": None if text is None else text_of(text)}
 
     def _call(self, name: str, arguments: Any) -> dict[str, Any]:
         tools = self._tools()
@@ -149,7 +149,7 @@ class Slot(threading.Thread):
             return {"value": f"expected a JSON object as the arguments of {name}", "done": False}
         raised = False
         try:
-            text = _text(self._awaited(tools[name](**arguments)))
+            text = text_of(self._awaited(tools[name](**arguments)))
         except _LATER:
             raise
         except (Exception, SystemExit) as error:  # noqa: BLE001 (the tool's answer: the policy's business)
@@ -198,7 +198,8 @@ def _finite(value: Any) -> float:
     return number
 
 
-def _text(value: Any) -> str:
+def text_of(value: Any) -> str:
+    """Return a tool's answer as text, cut with a mark if it is long."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= _LONGEST_TEXT else text[:_LONGEST_TEXT] + _CUT
 

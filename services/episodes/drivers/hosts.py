@@ -199,7 +199,9 @@ class Hosts:
         """The schemas of the tools, unless there is an agent."""
 
     async def open(self) -> None:
-        """Load the user's code once, and the schemas of its tools. Raises SettingsError or HostLost."""
+        """Load the user's code once, if any, and the schemas of its tools. Raises SettingsError or HostLost."""
+        if not self._settings.has_code:
+            return
         host = Host(self._settings)
         self.tools = await host.start(describe=not self._settings.has_agent)
         self._hosts.append(host)

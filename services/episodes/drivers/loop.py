@@ -1,17 +1,19 @@
 """Play an episode: the policy's answers and what its tools return, until it calls none."""
 
+import contextlib
 import dataclasses
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Hashable, Mapping, Sequence
 from typing import Any
 
 from prometheus_client import Counter
 
 from penstock.services.episodes.drivers.hosts import Host, HostLost, Hosts
+from penstock.services.episodes.drivers.python import NAME, TOOL, Python, PythonSession
 from penstock.services.episodes.episode import Episode, EpisodeOver
 from penstock.services.episodes.messages import Message, ToolCall
 from penstock.shared.bus.messages import Ended, FinishReason, Prompt
-from penstock.shared.errors import PermanentError, TemporaryError
+from penstock.shared.errors import PermanentError, SettingsError, TemporaryError
 from penstock.shared.settings.rollout import EpisodesSettings
 
 log = logging.getLogger(__name__)
@@ -35,12 +37,27 @@ def _export(tool: str) -> None:
 _export(OTHER)
 
 
-class ToolLoop:
-    """Plays episodes; ``answer_field`` is the column of a row's reference answer."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class Room:
+    """Where an episode's calls are answered."""
 
-    def __init__(self, settings: EpisodesSettings, hosts: Hosts, answer_field: str) -> None:
-        self._settings, self._hosts, self._answer_field = settings, hosts, answer_field
-        self._names = {str(tool["function"]["name"]) for tool in hosts.tools}
+    host: Host | None
+    """None if there is no code of the user's."""
+    slot: int
+    python: PythonSession | None
+
+
+class ToolLoop:
+    """Plays episodes; ``answer_field`` is the column of a row's reference answer. Raises SettingsError."""
+
+    def __init__(
+        self, settings: EpisodesSettings, hosts: Hosts, answer_field: str, python: Python | None = None
+    ) -> None:
+        self._settings, self._hosts, self._answer_field, self._python = settings, hosts, answer_field, python
+        self._tools = [*hosts.tools, *([TOOL] if python else [])]
+        if python and any(tool["function"]["name"] == NAME for tool in hosts.tools):
+            raise SettingsError(f"expected no tool {NAME!r} with episodes.executor, whose name it is: rename it")
+        self._names = {str(tool["function"]["name"]) for tool in self._tools}
         for name in self._names:
             _export(name)
 
@@ -52,11 +69,13 @@ class ToolLoop:
             PermanentError: the prompt cannot be rendered.
         """
         prompt, of = episode.prompt, self._settings
-        async with self._hosts.place((prompt.group_id, prompt.sample)) as (host, slot):
-            row = row_of(prompt, self._answer_field)
-            text = (await host.ask(slot, "reset", of.setup_s + of.patience_s, "setup_s", row=row))["value"]
+        async with self._room((prompt.group_id, prompt.sample)) as room:
+            row, text = row_of(prompt, self._answer_field), None
+            if room.host is not None:
+                asked = room.host.ask(room.slot, "reset", of.setup_s + of.patience_s, "setup_s", row=row)
+                text = (await asked)["value"]
             try:
-                await self._converse(episode, host, slot, opening(prompt, text))
+                await self._converse(episode, room, opening(prompt, text))
             except EpisodeOver as over:
                 episode.ended = over.ended
             except PermanentError as error:  # what was said is refused by the template, or the engine
@@ -64,24 +83,45 @@ class ToolLoop:
                     raise
                 log.warning("episode ended early", extra={"group": prompt.group_id, "reason": str(error)})
                 episode.ended = Ended.STOP
-            if not of.has_environment:
+            if not of.has_environment or room.host is None:
                 return None
-            reward: float | None = (await host.ask(slot, "reward", of.tool_s, "tool_s"))["value"]
+            reward: float | None = (await room.host.ask(room.slot, "reward", of.tool_s, "tool_s"))["value"]
             return reward
 
-    async def _converse(self, episode: Episode, host: Host, slot: int, messages: list[Message]) -> None:
+    @contextlib.asynccontextmanager
+    async def _room(self, episode: Hashable) -> AsyncIterator[Room]:
+        async with contextlib.AsyncExitStack() as held:
+            host, slot = None, 0
+            if self._settings.has_code:
+                host, slot = await held.enter_async_context(self._hosts.place(episode))
+            python = await held.enter_async_context(self._python.session()) if self._python else None
+            yield Room(host, slot, python)
+
+    async def _converse(self, episode: Episode, room: Room, messages: list[Message]) -> None:
         while True:
-            answer = await episode.answer(messages, self._hosts.tools)
+            answer = await episode.answer(messages, self._tools)
             messages.append(answer.message)
             if not answer.message.calls:
                 episode.ended = Ended.LENGTH if answer.finish_reason is FinishReason.LENGTH else Ended.STOP
                 return
             for call in answer.message.calls:
-                said = await self._call(host, slot, call)
+                said = await self._answered(room, call)
                 messages.append(Message("tool", said["value"], call_id=call.id, name=call.name))
                 if said.get("done"):
                     episode.ended = Ended.STOP
                     return
+
+    async def _answered(self, room: Room, call: ToolCall) -> Mapping[str, Any]:
+        if room.python is None or (room.host is not None and call.name != NAME):
+            assert room.host is not None
+            return await self._call(room.host, room.slot, call)
+        if call.name != NAME:
+            return self._counted(call, {"value": f"there is no tool {call.name[:100]!r}, but {NAME}", "raised": True})
+        try:
+            return self._counted(call, {"value": await room.python.call(call)})
+        except TemporaryError:
+            self._count(call, "unavailable")
+            raise
 
     async def _call(self, host: Host, slot: int, call: ToolCall) -> Mapping[str, Any]:
         """Call a tool; one without a state again if it did not work, elsewhere, as its process may be lost.

@@ -7,7 +7,8 @@
 
 The key is an ``Authorization: Bearer`` or an ``x-api-key``. It sets no reward: outcomes travel between the service and its
 own processes. A retry of the same request, by ``Idempotency-Key`` or as SDKs mark it, gets the same answer. An episode that
-has had its turns answers nothing, cut at its length.
+has had its turns answers nothing, cut at its length. Connections without a key displace one another only, and those of an
+episode its own.
 """
 
 import asyncio
@@ -16,7 +17,9 @@ import dataclasses
 import hashlib
 import hmac
 import json
+import logging
 import secrets
+import socket
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -36,12 +39,15 @@ from penstock.services.episodes.messages import Message, parse
 from penstock.shared.bus.messages import FinishReason, no_ids, no_logprobs
 from penstock.shared.errors import PermanentError, TemporaryError
 from penstock.shared.peers.addresses import listen
-from penstock.shared.peers.handshake import Secret
+from penstock.shared.peers.handshake import Newcomers, Secret
 from penstock.shared.peers.turns import DrawnTurn
+from penstock.shared.process.connections import BACKLOG, SILENT_S, ConnectionBounds, Connections, note_proven
 
 _LARGEST_BODY = 16 << 20
 _AT_A_TIME = 8
 """Requests of one episode."""
+_CONNECTIONS = 16
+"""Of one episode; one more closes the one whose last request is oldest."""
 _REMEMBERED = 8
 """Answers of an episode that are kept for retries."""
 _DIALECTS: Mapping[str, Dialect] = {
@@ -58,6 +64,7 @@ class _Visitor:
 
     episode: Episode
     room: asyncio.Semaphore = dataclasses.field(default_factory=lambda: asyncio.Semaphore(_AT_A_TIME))
+    connections: Newcomers = dataclasses.field(default_factory=lambda: Newcomers(_CONNECTIONS))
     asked: dict[str, "asyncio.Task[list[Answer]]"] = dataclasses.field(default_factory=dict)
     """By digest: the newest requests, running or answered."""
 
@@ -65,9 +72,13 @@ class _Visitor:
 class Gateway:
     """``address``: ``host:port`` to listen at; ``context_tokens``: of the policy."""
 
-    def __init__(self, address: str, secret: Secret, model: str, context_tokens: int) -> None:
+    def __init__(
+        self, address: str, secret: Secret, model: str, context_tokens: int, bounds: ConnectionBounds | None = None
+    ) -> None:
         host, _, port = address.rpartition(":")
+        self._connections = Connections(bounds or ConnectionBounds(), _refused)
         self._socket = listen(host.strip("[]"), int(port), "episodes.listen")
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, SILENT_S)
         self._secret, self._model, self._context_tokens = secret, model, context_tokens
         self._visitors: dict[str, _Visitor] = {}
         shown = host.replace("0.0.0.0", "127.0.0.1")  # noqa: S104 (named to be replaced)
@@ -89,8 +100,17 @@ class Gateway:
 
     async def run(self) -> None:
         """Serve until cancelled."""
+        logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # clients' broken requests are not errors
         config = uvicorn.Config(
-            self._app(), log_config=None, access_log=False, lifespan="off", ws="none", timeout_graceful_shutdown=2
+            self._app(),
+            http=self._connections.protocol,  # type: ignore[arg-type]
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            ws="none",
+            proxy_headers=False,
+            backlog=BACKLOG,
+            timeout_graceful_shutdown=2,
         )
         server = uvicorn.Server(config)
         server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]
@@ -144,7 +164,10 @@ class Gateway:
 
     def _visitor(self, request: Request) -> _Visitor | None:
         bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
-        return self._visitors.get(bearer) or self._visitors.get(request.headers.get("x-api-key", ""))
+        visitor = self._visitors.get(bearer) or self._visitors.get(request.headers.get("x-api-key", ""))
+        if visitor is not None:
+            note_proven(request.scope, visitor.connections)
+        return visitor
 
     async def _draw(self, visitor: _Visitor, question: Question, name: str, *, is_retry: bool) -> list[Answer]:
         """Draw the answers, or return those to the request that this one repeats."""
@@ -203,11 +226,12 @@ def _name(request: Request, body: Mapping[str, Any]) -> tuple[str, bool]:
 
 
 def _refused(status: int, message: str) -> JSONResponse:
-    kind = {401: "authentication_error", 429: "rate_limit_error", 503: "overloaded_error"}.get(
+    kind = {401: "authentication_error", 408: "timeout_error", 429: "rate_limit_error", 503: "overloaded_error"}.get(
         status, "invalid_request_error"
     )
     error = {"type": kind, "message": message, "code": None, "param": None}
-    return JSONResponse({"type": "error", "error": error}, status_code=status)
+    headers = {"Connection": "close"} if status == 401 else {}
+    return JSONResponse({"type": "error", "error": error}, status, headers)
 
 
 def _event(name: str, data: Any) -> str:

@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from penstock.services.reward.executor.protocol import Execution, Job, Limits, Outcome
+from penstock.shared.executor.protocol import Execution, Job, Limits, Outcome
 
 _PRELUDE = """
 import ctypes, os, socket, sys

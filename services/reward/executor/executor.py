@@ -1,35 +1,28 @@
-"""Run jobs: slots, warm interpreters, pipes, deadlines and verdicts.
+"""Run jobs and the cells of sessions.
 
 ::
 
-    run(job) ──▶ a slot ──▶ sealed memory files: program, input ──▶ zygote ──▶ child
-                              pipes: output, report ◀───────────────────────────┘
-                                ├── output limit exceeded     killed: output_limit
-                                ├── deadline                  killed: timeout
-                                └── ended                     verdict.outcome_of(wait status, …)
+    run(job)                ──▶ a slot ──▶ zygote ──▶ program.RunningProgram ──▶ verdict.outcome_of(wait status, …)
+    run_cell(session, cell) ──▶ a slot ──▶ session.Session: one interpreter, suspended between its cells
 
 A dead or hanging zygote is replaced; its programs end as ``sandbox_error``.
 """
 
 import asyncio
-import contextlib
 import dataclasses
-import fcntl
 import itertools
-import json
 import logging
-import math
-import os
 import time
-from collections.abc import Callable, Iterator
 
 from prometheus_client import Counter, Histogram
 
 from penstock.services.reward.executor.isolation import Isolation
-from penstock.services.reward.executor.protocol import Execution, Job, Limits, Outcome
-from penstock.services.reward.executor.slots import Claim, Slots, Usage
-from penstock.services.reward.executor.verdict import Ended, outcome_of, read_report
+from penstock.services.reward.executor.program import RunningProgram, sealed
+from penstock.services.reward.executor.session import Session
+from penstock.services.reward.executor.slots import SESSIONS_PER_SLOT, Claim, Slots
+from penstock.services.reward.executor.verdict import outcome_of, read_report
 from penstock.services.reward.executor.zygote_process import ZygoteLost, ZygoteProcess, Zygotes
+from penstock.shared.executor.protocol import Cell, Execution, Job, Outcome
 
 log = logging.getLogger(__name__)
 
@@ -38,13 +31,6 @@ EXECUTIONS = Counter("penstock_executor_executions_total", "Programs that were r
 SECONDS = Histogram(
     "penstock_executor_execution_seconds", "Time of one program in its slot.", ["profile"], buckets=_SECONDS
 )
-_REACTS_WITHIN_S = 10.0
-"""Deadline for a zygote to report the end of a killed child."""
-_READ_BYTES = 1 << 16
-LONGEST = 10
-"""Limit as a multiple of ``wall_s``, including waits for the core."""
-_ASK_AGAIN_S = 0.01
-_REPORT_EXTRA_BYTES = 4096
 
 
 class Executor:
@@ -58,6 +44,7 @@ class Executor:
         for outcome, profile in itertools.product(Outcome, profiles):
             EXECUTIONS.labels(outcome.value, profile)  # create the series at 0
         self._slots = Slots(slots)
+        self._sessions = asyncio.Semaphore(SESSIONS_PER_SLOT * slots)
 
     async def start(self) -> None:
         """Warm every interpreter. Raises ZygoteLost."""
@@ -72,14 +59,30 @@ class Executor:
     async def run(self, job: Job) -> Execution:
         """Run ``job``; cancellation kills its program."""
         if job.profile not in self._zygotes:
-            known = ", ".join(self._zygotes)
-            return self._failed(
-                f"expected a profile of {known}, found {job.profile[:40]!r}: start the executor with the settings of the run"
-            )
+            return self._unknown(job.profile)
         async with self._slots.claim() as claim:
             execution = await self._run(job, claim)
-        EXECUTIONS.labels(execution.outcome.value, job.profile).inc()
-        SECONDS.labels(job.profile).observe(execution.wall_s)
+        return self._counted(execution, job.profile)
+
+    def session(self) -> Session:
+        """Return a session, which starts with its first cell, once there is room for it; close it."""
+        return Session(self.tier, self._sessions)
+
+    async def run_cell(self, session: Session, cell: Cell) -> Execution:
+        """Run a cell after the earlier ones of its session; cancellation ends the session's interpreter."""
+        if cell.profile not in self._zygotes:
+            return self._unknown(cell.profile)
+        started_s = time.monotonic()
+        async with session.turn(), self._slots.claim(session.core) as claim:
+            try:
+                execution = await session.run(cell, self._zygotes[cell.profile], claim)
+            except (ZygoteLost, OSError) as error:
+                execution = self._lost(error, started_s)
+        return self._counted(execution, cell.profile)
+
+    def _counted(self, execution: Execution, profile: str) -> Execution:
+        EXECUTIONS.labels(execution.outcome.value, profile).inc()
+        SECONDS.labels(profile).observe(execution.wall_s)
         return execution
 
     async def _run(self, job: Job, claim: Claim) -> Execution:
@@ -94,44 +97,39 @@ class Executor:
                 if not await run.end():
                     await zygotes.discard(zygote)
         except (ZygoteLost, OSError) as error:
-            log.warning("a program could not run", extra={"reason": str(error)})
-            return dataclasses.replace(self._failed(str(error)), wall_s=time.monotonic() - started_s)
+            return self._lost(error, started_s)
+
+    def _lost(self, error: Exception, started_s: float) -> Execution:
+        log.warning("a program could not run", extra={"reason": str(error)})
+        return dataclasses.replace(self._failed(str(error)), wall_s=time.monotonic() - started_s)
+
+    def _unknown(self, profile: str) -> Execution:
+        known = ", ".join(self._zygotes)
+        return self._failed(
+            f"expected a profile of {known}, found {profile[:40]!r}: start the executor with the settings of the run"
+        )
 
     def _failed(self, detail: str) -> Execution:
         return Execution(Outcome.SANDBOX_ERROR, "", (), detail, None, 0.0, 0.0, 0, self.tier)
 
 
-class _Run:
+class _Run(RunningProgram):
     def __init__(self, zygote: ZygoteProcess, job: Job, core: int) -> None:
-        self._zygote = zygote
         self._job = job
-        self._killed: tuple[Outcome, str] | None = None
-        limits = job.limits
-        self._files_bytes = limits.file_bytes + len(job.stdin or "") + len(job.code)
-        over = f"wrote more than {limits.output_bytes} bytes"
-        with contextlib.ExitStack() as theirs:
-            payload = theirs.enter_context(_sealed(_payload(job)))
-            stdin = theirs.enter_context(_sealed((job.stdin or "").encode(errors="surrogatepass")))
-            self._output = _Pipe(limits.output_bytes, lambda: self._kill(Outcome.OUTPUT_LIMIT, over))
-            theirs.callback(self._output.close_writer)
-            room = limits.output_bytes + _REPORT_EXTRA_BYTES
-            self._report = _Pipe(room, lambda: self._kill(Outcome.OUTPUT_LIMIT, f"its values: {over}"))
-            theirs.callback(self._report.close_writer)
-            try:
-                descriptors = (payload, stdin, self._output.writer, self._report.writer)
-                self._number, self._ended = zygote.put(_bounds(limits), core, descriptors)
-            except BaseException:
-                self._close()
-                raise
+        given = (job.stdin or "").encode(errors="surrogatepass")
+        program = {"code": job.code, "calls": [dataclasses.asdict(call) for call in job.calls]}
+        files_bytes = job.limits.file_bytes + len(job.stdin or "") + len(job.code)
+        with sealed(given) as stdin:
+            super().__init__(zygote, program, stdin, job.limits, core, files_bytes)
 
     async def result(self, tier: str) -> Execution:
-        ended = await self._until_gone()
-        await asyncio.gather(self._output.closed, self._report.closed)
-        report = read_report(bytes(self._report.data), len(self._job.calls))
-        outcome, detail = outcome_of(ended, report, self._job.limits, len(self._job.calls), self._killed)
+        await self.until(self.ended)
+        ended = await self.gone()
+        report = read_report(bytes(self.report.data), len(self._job.calls))
+        outcome, detail = outcome_of(ended, report, self._job.limits, len(self._job.calls), self.killed)
         return Execution(
             outcome=outcome,
-            stdout=self._output.data.decode(errors="replace"),
+            stdout=self.output.data.decode(errors="replace"),
             values=report.values[: len(self._job.calls)],
             detail=detail,
             exit_status=ended.status,
@@ -140,115 +138,3 @@ class _Run:
             peak_bytes=ended.peak_bytes,
             tier=tier,
         )
-
-    async def end(self) -> bool:
-        """Kill the program if it runs; return False if its end is not confirmed."""
-        try:
-            self._zygote.tell(self._number, "kill")
-            done, _ = await asyncio.wait([self._ended], timeout=_REACTS_WITHIN_S)
-            return bool(done) and not self._zygote.lost
-        finally:
-            self._close()
-
-    async def usage(self) -> Usage | None:
-        if self._ended.done():
-            return None
-        usage = await self._zygote.usage(self._number, self._ended, _REACTS_WITHIN_S)
-        return usage and dataclasses.replace(usage, resident_bytes=usage.resident_bytes + self._files_bytes)
-
-    def suspend(self) -> None:
-        self._zygote.tell(self._number, "suspend")
-
-    def resume(self) -> None:
-        self._zygote.tell(self._number, "resume")
-
-    async def _until_gone(self) -> Ended:
-        wall_s = left_s = self._job.limits.wall_s
-        over = f"ran longer than {wall_s:g} s"
-        while not self._ended.done() and left_s > 0:
-            await asyncio.wait([self._ended], timeout=max(left_s, _ASK_AGAIN_S))
-            usage = await self.usage()
-            if usage is None:
-                break
-            left_s = wall_s - usage.charged_s
-            if usage.held_s >= LONGEST * wall_s:
-                left_s, over = 0.0, f"did not end within {LONGEST * wall_s:g} s"
-        if not self._ended.done() and left_s <= 0:
-            self._kill(Outcome.TIMEOUT, over)
-            await asyncio.wait([self._ended], timeout=_REACTS_WITHIN_S)
-        if not self._ended.done():
-            raise ZygoteLost(f"the warm interpreter did not end a program within {_REACTS_WITHIN_S:g} s")
-        return self._ended.result()
-
-    def _kill(self, outcome: Outcome, detail: str) -> None:
-        self._killed = self._killed or (outcome, detail)
-        self._zygote.tell(self._number, "kill")
-
-    def _close(self) -> None:
-        self._output.close()
-        self._report.close()
-
-
-class _Pipe:
-    def __init__(self, limit: int, over: Callable[[], None]) -> None:
-        self._reader, self.writer = os.pipe2(os.O_CLOEXEC)
-        os.set_blocking(self._reader, False)
-        self._limit = limit
-        self._over = over
-        self._loop = asyncio.get_running_loop()
-        self.data = bytearray()
-        self.closed: asyncio.Future[None] = self._loop.create_future()
-        """Done when all writers are gone or the limit is exceeded."""
-        self._loop.add_reader(self._reader, self._read)
-
-    def close_writer(self) -> None:
-        os.close(self.writer)
-
-    def close(self) -> None:
-        if self._reader >= 0:
-            self._loop.remove_reader(self._reader)
-            os.close(self._reader)
-            self._reader = -1
-        if not self.closed.done():
-            self.closed.set_result(None)
-
-    def _read(self) -> None:
-        try:
-            part = os.read(self._reader, _READ_BYTES)
-        except BlockingIOError:
-            return
-        self.data += part
-        if len(self.data) > self._limit:
-            del self.data[self._limit :]
-            self._over()
-            self.close()
-        elif not part:
-            self.close()
-
-
-@contextlib.contextmanager
-def _sealed(data: bytes) -> Iterator[int]:
-    descriptor = os.memfd_create("program", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        left = memoryview(data)
-        while left:
-            left = left[os.write(descriptor, left) :]
-        os.lseek(descriptor, 0, os.SEEK_SET)
-        seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
-        yield descriptor
-    finally:
-        os.close(descriptor)
-
-
-def _payload(job: Job) -> bytes:
-    return json.dumps({"code": job.code, "calls": [dataclasses.asdict(call) for call in job.calls]}).encode()
-
-
-def _bounds(limits: Limits) -> dict[str, int]:
-    return {
-        "cpu_s": math.ceil(limits.cpu_s),
-        "memory_bytes": limits.memory_bytes,
-        "file_bytes": limits.file_bytes,
-        "files": limits.files,
-    }

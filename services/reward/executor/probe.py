@@ -6,7 +6,7 @@ from penstock.services.reward.executor import escapes
 from penstock.services.reward.executor.executor import Executor
 from penstock.services.reward.executor.inside import confinement
 from penstock.services.reward.executor.isolation import Interpreter, Isolation, candidates
-from penstock.services.reward.executor.slots import RESIDENT_PER_SLOT, count
+from penstock.services.reward.executor.slots import RESIDENT_PER_SLOT, SESSIONS_PER_SLOT, count
 from penstock.services.reward.executor.zygote_process import ZygoteLost
 from penstock.shared.errors import SettingsError
 from penstock.shared.settings import ExecutorSettings
@@ -35,7 +35,8 @@ async def start(
     reasons: list[str] = []
     for tier in _ORDER if settings.isolation == "auto" else (settings.isolation,):
         try:
-            ways = candidates(tier, interpreter, _USER_ID, RESIDENT_PER_SLOT * slots(settings))
+            programs = (RESIDENT_PER_SLOT + SESSIONS_PER_SLOT) * slots(settings)
+            ways = candidates(tier, interpreter, _USER_ID, programs)
         except SettingsError as error:
             reasons.append(f"{tier}: {error}")
             continue

@@ -1,6 +1,6 @@
 """Serve clients over a socket: frames in, executions out, in order of completion.
 
-Closing a connection kills its programs.
+Closing a connection kills its programs and sessions.
 """
 
 import asyncio
@@ -8,15 +8,19 @@ import contextlib
 import ipaddress
 import logging
 import os
-from collections.abc import AsyncIterator
+import socket
+from collections.abc import AsyncIterator, Coroutine
 from pathlib import Path
+from typing import Any
 
-from penstock.services.reward.executor import protocol
 from penstock.services.reward.executor.executor import Executor
-from penstock.services.reward.executor.protocol import Job, execution_frame, read_job
+from penstock.services.reward.executor.session import Session
 from penstock.shared.errors import PeerError, SettingsError
+from penstock.shared.executor import protocol
+from penstock.shared.executor.protocol import Execution, execution_frame, read_cell, read_job
 from penstock.shared.peers import frames
 from penstock.shared.peers.handshake import Newcomers, admit_async
+from penstock.shared.peers.keep_alive import keep_alive
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +55,8 @@ async def serve(executor: Executor, address: str, max_waiting: int, secret: byte
         connections.add(task)
         strangers.enter(task, task.cancel)
         try:
+            if (connection := writer.get_extra_info("socket")).family != socket.AF_UNIX:
+                keep_alive(connection)
             if secret:
                 async with asyncio.timeout(_PROVE_WITHIN_S):
                     await admit_async(reader, writer, secret)
@@ -119,6 +125,7 @@ class _Connection:
         self._writer = writer
         self._room = asyncio.Semaphore(max_waiting)
         self._running: dict[int, asyncio.Task[None]] = {}
+        self._sessions: dict[int, Session] = {}
 
     async def run(self) -> None:
         try:
@@ -132,6 +139,8 @@ class _Connection:
                         task.cancel()
         except* (PeerError, OSError) as errors:
             log.debug("a client left", extra={"reason": str(errors.exceptions[0])})
+        finally:
+            await asyncio.gather(*(session.close() for session in self._sessions.values()))
 
     async def _hear(self, frame: frames.Frame, tasks: asyncio.TaskGroup) -> None:
         number = frame.get("id")
@@ -141,10 +150,23 @@ class _Connection:
             if number in self._running:
                 self._running[number].cancel()
             return
-        job = read_job(frame)
+        if frame.get("verb") == "leave":
+            tasks.create_task(self._leave(number))
+            return
+        if frame.get("verb") == "cell":
+            cell = read_cell(frame)
+            session = self._sessions.setdefault(cell.session, self._executor.session())
+            work = self._executor.run_cell(session, cell)
+        else:
+            work = self._executor.run(read_job(frame))
         await self._room.acquire()
-        task = self._running[number] = tasks.create_task(self._answer(number, job))
+        task = self._running[number] = tasks.create_task(self._answer(number, work))
         task.add_done_callback(lambda _: self._forget(number))
+
+    async def _leave(self, number: int) -> None:
+        if number in self._sessions:
+            await self._sessions[number].close()  # if this is cancelled, it is closed with the connection
+            self._sessions.pop(number, None)
 
     async def _beat(self) -> None:
         while True:
@@ -156,7 +178,7 @@ class _Connection:
         self._running.pop(number, None)
         self._room.release()
 
-    async def _answer(self, number: int, job: Job) -> None:
-        execution = await self._executor.run(job)
+    async def _answer(self, number: int, work: Coroutine[Any, Any, Execution]) -> None:
+        execution = await work
         self._writer.write(frames.pack(execution_frame(number, execution)))
         await self._writer.drain()

@@ -16,10 +16,10 @@ from collections.abc import Mapping
 from prometheus_client import Gauge
 
 from penstock.services.reward.executor import escapes, probe
-from penstock.services.reward.executor.client import read_executor_secret
 from penstock.services.reward.executor.executor import Executor
 from penstock.services.reward.executor.server import serve
 from penstock.shared.bus.messages import Json
+from penstock.shared.executor.client import read_executor_secret
 from penstock.shared.process.endpoints import Endpoints
 from penstock.shared.process.service import own_host
 from penstock.shared.settings import ENVIRONMENT_PREFIX, Settings

@@ -27,6 +27,8 @@ _FORGIVENESS = 0.5
 """Debt that a suspended program loses per second."""
 RESIDENT_PER_SLOT = 4
 """Started programs per slot, suspended ones included."""
+SESSIONS_PER_SLOT = 16
+"""Sessions per slot, which hold memory but no slot between their cells."""
 SUSPENDED_BYTES_PER_SLOT = 512 << 20
 _LOOK_EVERY_S = 0.02
 _CGROUPS = Path("/sys/fs/cgroup")
@@ -110,8 +112,9 @@ class Slots:
         self._sharing: asyncio.Task[None] | None = None
 
     @contextlib.asynccontextmanager
-    async def claim(self) -> AsyncIterator[Claim]:
-        claim = Claim(next(self._numbers))
+    async def claim(self, core: int = -1) -> AsyncIterator[Claim]:
+        """Hold a slot, on ``core`` if it is a core's number."""
+        claim = Claim(next(self._numbers), core)
         self._enter(claim, State.WAITING)
         try:
             self._fill()
@@ -152,15 +155,17 @@ class Slots:
     def _candidates(self) -> list[Claim]:
         suspended = self._claims[State.SUSPENDED]
         resident = len(suspended) + len(self._claims[State.RUNNING])
-        new = self._claims[State.WAITING] if resident < RESIDENT_PER_SLOT * self._count else ()
-        return sorted([*itertools.islice(new, 1), *suspended], key=Claim.rank)
+        new = self._claims[State.WAITING] if resident < RESIDENT_PER_SLOT * self._count else {}
+        cores = {claim.core for claim in self._claims[State.RUNNING]}
+        first = next((claim for claim in new if claim.core not in cores), next(iter(new), None))
+        return sorted([*([first] if first else []), *suspended], key=Claim.rank)
 
     def _start(self, claim: Claim) -> None:
         self._leave(claim)
         if claim.state is State.SUSPENDED:
             assert claim.program is not None
             claim.program.resume()
-        else:
+        elif claim.core < 0:
             claim.core = self._least_used_core()
         self._enter(claim, State.RUNNING)
         claim.started.set()

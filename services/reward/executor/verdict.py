@@ -9,7 +9,7 @@ import math
 import signal
 
 from penstock.services.reward.executor.inside.runner import OUT_OF_MEMORY
-from penstock.services.reward.executor.protocol import Limits, Outcome
+from penstock.shared.executor.protocol import Limits, Outcome
 
 _SPENT = 0.5
 """A kill that was not ours counts as the CPU limit's above this share: the kernel counts ticks, rusage is exact, and on

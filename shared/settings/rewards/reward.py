@@ -16,7 +16,7 @@ class ExecutorSettings(Section):
     """The process that runs model-written code, isolated (docs/sandbox.md)."""
 
     address: str = Field(default="", pattern=r"^(|unix:/.+|[^/:]+:\d+|\[[0-9a-fA-F:]+\]:\d+)$")
-    """Address of the executor: `unix:/path` or `host:port`. Empty: `penstock up` starts one if a scorer needs it."""
+    """Address of the executor: `unix:/path` or `host:port`. Empty: `penstock up` starts one if a scorer or tool needs it."""
     secret_file: Path | None = Field(default=None)
     """File, readable by its user alone, whose first line the executor and its clients prove to each other that they know.
     Required if `address` is neither a Unix socket nor loopback."""
@@ -50,6 +50,11 @@ class RewardSettings(Section):
     replica sees all GPUs."""
     executor: ExecutorSettings = Field(default=ExecutorSettings())
     """The process that runs model-written code."""
+
+    @property
+    def runs_code(self) -> bool:
+        """Whether a scorer runs model-written code."""
+        return any(scorer.kind == "code" for scorer in self.scorers)
 
     @property
     def reasoning_markers(self) -> Mapping[str, str]:

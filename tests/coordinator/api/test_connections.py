@@ -21,13 +21,13 @@ from benchmarks.bus import api_flood
 from penstock.services.coordinator.api.app import make_app
 from penstock.services.coordinator.api.auth import Access
 from penstock.services.coordinator.api.bodies import Bodies, BodyBounds, BodyRefused
-from penstock.services.coordinator.api.connections import ConnectionBounds
 from penstock.services.coordinator.api.dependencies import Parts
 from penstock.services.coordinator.api.routes.events import OpenStreams
 from penstock.services.coordinator.api.server import ApiServer
 from penstock.shared.bus.bus import Bus
 from penstock.shared.bus.keys import Keys
 from penstock.shared.bus.stores.policy.ledger import Ledger
+from penstock.shared.process.connections import ConnectionBounds
 from tests.conftest import PATIENCE_S, until
 from tests.support.coordinator_players import make, settings
 

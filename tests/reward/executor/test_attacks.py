@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.services.reward.executor.client import ExecutorClient
-from penstock.services.reward.executor.protocol import Job, Outcome
+from penstock.shared.executor.client import ExecutorClient
+from penstock.shared.executor.protocol import Job, Outcome
 from tests.conftest import need
 from tests.support import executor_attacks as attacks
 from tests.support.executor_attacks import ATTACKS, Attack

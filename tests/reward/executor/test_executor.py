@@ -18,13 +18,18 @@ from typing import cast
 import psutil
 import pytest
 
-from penstock.services.reward.executor import client as executor_client
-from penstock.services.reward.executor import escapes, probe, protocol
-from penstock.services.reward.executor.client import ExecutorClient
+from penstock.services.reward.executor import escapes, probe
 from penstock.services.reward.executor.executor import Executor
 from penstock.services.reward.executor.inside import syscalls
 from penstock.services.reward.executor.isolation import Interpreter, candidates
-from penstock.services.reward.executor.protocol import (
+from penstock.services.reward.executor.server import serve
+from penstock.services.reward.executor.verdict import Ended, ProgramReport, outcome_of, read_report
+from penstock.services.up import plan
+from penstock.shared.errors import PeerError, SettingsError, TemporaryError
+from penstock.shared.executor import client as executor_client
+from penstock.shared.executor import protocol
+from penstock.shared.executor.client import ExecutorClient
+from penstock.shared.executor.protocol import (
     MAX_OUTPUT_BYTES,
     Call,
     Execution,
@@ -36,10 +41,6 @@ from penstock.services.reward.executor.protocol import (
     read_execution,
     read_job,
 )
-from penstock.services.reward.executor.server import serve
-from penstock.services.reward.executor.verdict import Ended, ProgramReport, outcome_of, read_report
-from penstock.services.up import plan
-from penstock.shared.errors import PeerError, SettingsError, TemporaryError
 from penstock.shared.peers import frames
 from penstock.shared.peers.keep_alive import SILENT_S
 from penstock.shared.settings import ExecutorSettings, Settings
@@ -374,7 +375,7 @@ async def test_a_zygote_that_does_not_react_is_replaced(monkeypatch: pytest.Monk
     async with warm(slots=1) as (executor, zygote):
         zygote.send_signal(signal.SIGSTOP)
         with monkeypatch.context() as hasty:
-            hasty.setattr("penstock.services.reward.executor.executor._REACTS_WITHIN_S", 0.5)
+            hasty.setattr("penstock.services.reward.executor.program.REACTS_WITHIN_S", 0.5)
             ended = await executor.run(Job("print(1)", limits=Limits(wall_s=0.2)))
         assert (ended.outcome, ended.detail) == (
             Outcome.SANDBOX_ERROR,

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from penstock.services.reward.executor import executor as supervisor
 from penstock.services.reward.executor import probe
+from penstock.services.reward.executor import program as supervisor
 from penstock.services.reward.executor.executor import Executor
 from penstock.services.reward.executor.isolation import Interpreter, candidates
-from penstock.services.reward.executor.protocol import Execution, Job, Limits, Outcome
 from penstock.services.reward.executor.slots import SUSPENDED_BYTES_PER_SLOT, Slots, Usage, quota
+from penstock.shared.executor.protocol import Execution, Job, Limits, Outcome
 from penstock.shared.settings import ExecutorSettings
 
 BUSY = "print('ready', flush=True)\nwhile True: pass"

@@ -11,7 +11,7 @@ import pytest
 from benchmarks.reward.executor import executor as benchmarked
 from penstock.services.reward.executor.executor import Executor
 from penstock.services.reward.executor.isolation import Interpreter, Isolation, _has_capabilities, candidates
-from penstock.services.reward.executor.protocol import Job, Outcome
+from penstock.shared.executor.protocol import Job, Outcome
 from tests.conftest import PATIENCE_S
 
 USER = 65_534

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 import pytest
 from pydantic import ValidationError
 
-from penstock.services.reward.executor.client import ExecutorClient
 from penstock.services.reward.executor.isolation import Interpreter
-from penstock.services.reward.executor.protocol import MAX_OUTPUT_BYTES, MIB, Call, Execution, Job, Limits, Outcome
+from penstock.shared.executor.client import ExecutorClient
+from penstock.shared.executor.protocol import MAX_OUTPUT_BYTES, MIB, Call, Execution, Job, Limits, Outcome
 from penstock.shared.settings.rewards.scorers import CodeScorer
 from tests.conftest import PATIENCE_S, need
 from tests.support.executor_process import Running, running

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from penstock.services.reward.executor.protocol import Execution, Job, Outcome, execution_frame, read_job
 from penstock.services.reward.scorers.code.scorer import CodeTester
 from penstock.services.reward.service import make_scoring
 from penstock.shared.bus.bus import Bus
@@ -19,6 +18,7 @@ from penstock.shared.bus.messages import RolloutGroup, ScoreStatus
 from penstock.shared.bus.streams import EXPERIENCE, ROLLOUTS
 from penstock.shared.bus.worker import Patience, Worker
 from penstock.shared.errors import PeerError, PermanentError, SettingsError
+from penstock.shared.executor.protocol import Execution, Job, Outcome, execution_frame, read_job
 from penstock.shared.peers import frames
 from penstock.shared.process.telemetry import Status
 from penstock.shared.settings import Settings

@@ -17,12 +17,12 @@ from typing import Any
 import pytest
 
 from penstock.services.reward.executor.inside import comparison, plain_data
-from penstock.services.reward.executor.protocol import Call, Execution, Limits, Outcome
 from penstock.services.reward.scorers.code import asserts, program_results
 from penstock.services.reward.scorers.code.assert_evaluation import Unsupported, evaluate
 from penstock.services.reward.scorers.code.program import NoProgram, last_block, program_of
 from penstock.services.reward.scorers.code.suite import BadTests, read_tests
 from penstock.services.reward.scorers.code.tests import AssertTest, CallTest, ProgramTest
+from penstock.shared.executor.protocol import Call, Execution, Limits, Outcome
 
 F = "```"
 SQUARE = "def f(x):\n    return x * x\n"

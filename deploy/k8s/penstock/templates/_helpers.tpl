@@ -92,6 +92,12 @@ coordinator rollout reward trainer{{ if (include "penstock.settings" . | fromJso
 {{- end -}}
 {{- end -}}
 
+{{/* "yes" where pods of a role run programs in the executor: the service of the code scorers, and of the tool `python`. */}}
+{{- define "penstock.usesExecutor" -}}
+{{- $python := (include "penstock.settings" .root | fromJson).python -}}
+{{- if and .root.Values.executor.enabled (or (eq .role "reward") (and (eq .role "episodes") $python)) }}yes{{ end -}}
+{{- end -}}
+
 {{/* "yes" where the run has trackers. */}}
 {{- define "penstock.tracks" -}}
 {{- if (include "penstock.settings" . | fromJson).tracks -}}
@@ -130,6 +136,7 @@ yes
       "samples" (not (or (dig "data" "rejected_field" "" $toml) (eq (dig "algorithm" "loss" "" $toml) "cross_entropy")))
       "code" $code
       "executor" (dig "reward" "executor" "address" "" $toml)
+      "python" (not (empty (dig "episodes" "executor" "" $toml)))
       "tracks" (not (empty (dig "tracking" "sinks" list $toml))) | mustToJson -}}
 {{- end -}}
 
@@ -155,7 +162,7 @@ yes
 {{- $run := include "penstock.settings" . | fromJson -}}
 {{- $samples := $run.samples -}}
 {{- $all := list (dict "service" "coordinator" "name" "coordinator-0" "starts" true) (dict "service" "trainer" "name" "trainer-0" "starts" true) -}}
-{{- if and $samples $run.code -}}
+{{- if and $samples (or $run.code $run.python) -}}
 {{- $all = append $all (dict "service" "executor" "name" "executor" "starts" (empty $run.executor)) -}}
 {{- end -}}
 {{- range until (int $run.rollouts) }}{{ $all = append $all (dict "service" "rollout" "name" (printf "rollout-%d" .) "starts" $samples) }}{{ end -}}

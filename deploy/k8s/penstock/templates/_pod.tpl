@@ -184,7 +184,7 @@ spec:
 {{- if eq .role "episodes" }}
 - {name: PENSTOCK__EPISODES__LISTEN, value: "$(POD_IP):8100"}  # a key is good at its own pod
 {{- end }}
-{{- if and (eq .role "reward") $values.executor.enabled }}
+{{- if include "penstock.usesExecutor" . }}
 - {name: PENSTOCK__REWARD__EXECUTOR__ADDRESS, value: {{ printf "%s:9500" (include "penstock.name" (dict "root" .root "role" "executor")) }}}
 - {name: PENSTOCK__REWARD__EXECUTOR__SECRET_FILE, value: /etc/penstock/executor/secret}
 {{- end }}
@@ -318,7 +318,7 @@ limits:
 {{- if and (eq .role "rollout") (include "penstock.leaderWorkerSet" .root) }}
 - {name: engine, mountPath: /etc/penstock/rollout, readOnly: true}
 {{- end }}
-{{- if and (has .role (list "executor" "reward")) .root.Values.executor.enabled }}
+{{- if or (eq .role "executor") (include "penstock.usesExecutor" .) }}
 - {name: executor, mountPath: /etc/penstock/executor, readOnly: true}
 {{- end }}
 {{- if has .role (list "coordinator" "trainer" "rollout" "tracking" "pod") }}
@@ -367,7 +367,7 @@ limits:
 - name: engine
   secret: {secretName: {{ include "penstock.rolloutSecret" .root }}, defaultMode: 0440}
 {{- end }}
-{{- if and (has .role (list "executor" "reward")) $values.executor.enabled }}
+{{- if or (eq .role "executor") (include "penstock.usesExecutor" .) }}
 - name: executor
   secret: {secretName: {{ include "penstock.executorSecret" .root }}, defaultMode: 0440}
 {{- end }}

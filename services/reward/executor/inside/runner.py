@@ -6,15 +6,21 @@
     report (descriptor 3)      ready            once confined, before the program's first line
                                value <JSON>     for each call that returned plain data
                                error <text>     why it ended, for people
+                               done | raised | memory    after each cell of a session
+
+A session's program reads cells instead, JSON texts of a line each, and reports ``done``, ``raised`` or ``memory`` after each.
 
 The program can forge any line except the first ``ready``, and any exit status.
 """
 
+import ast
 import atexit
 import builtins
+import contextlib
 import importlib
 import io
 import json
+import linecache
 import os
 import sys
 import threading
@@ -66,6 +72,50 @@ def run(code: str, calls: Sequence[dict[str, Any]]) -> NoReturn:
     except BaseException as error:  # noqa: BLE001 (the edge of the process)
         status = _told(error)
     _leave(status)
+
+
+def serve() -> NoReturn:
+    """Run the cells that standard input has, as JSON texts of a line each, in one module, and show each one's last value."""
+    cells, nothing = os.fdopen(os.dup(0), "rb"), os.open("/dev/null", os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    os.write(REPORT, b"ready\n")
+    _open_streams()
+    sys.stderr = sys.__stderr__ = sys.stdout  # type: ignore[assignment, misc]
+    vars(builtins).update(exit=sys.exit, quit=sys.exit)
+    names = _module("__main__")
+    for number, line in enumerate(cells, 1):
+        _report(_run_cell(json.loads(line), f"cell {number}", names))
+    os._exit(0)
+
+
+def _run_cell(code: str, place: str, names: dict[str, Any]) -> bytes:
+    linecache.cache[place] = (len(code), None, code.splitlines(keepends=True), place)
+    try:
+        _show_last(code, place, names)
+        word = b"done"
+    except SystemExit as error:
+        _leave(0 if error.code is None else error.code & 0xFF if isinstance(error.code, int) else ERROR)
+    except BaseException as error:  # noqa: BLE001 (its own, which the policy reads)
+        word = b"memory" if isinstance(error, MemoryError) else b"raised"
+        with contextlib.suppress(BaseException):  # its own __str__ may raise
+            own = error.__traceback__
+            while own is not None and own.tb_frame.f_code.co_filename != place:
+                own = own.tb_next
+            traceback.print_exception(type(error), error, own, file=sys.stdout)
+    with contextlib.suppress(BaseException):  # it may have closed or replaced it
+        sys.stdout.flush()
+    return word
+
+
+def _show_last(code: str, place: str, names: dict[str, Any]) -> None:
+    tree = ast.parse(code, place)
+    last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+    exec(compile(tree, place, "exec", dont_inherit=True), names)
+    if isinstance(last, ast.Expr):
+        value = eval(compile(ast.Expression(last.value), place, "eval", dont_inherit=True), names)
+        if value is not None:
+            sys.stdout.write(f"{value!r}\n")
 
 
 def _open_streams() -> None:

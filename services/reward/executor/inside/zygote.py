@@ -193,6 +193,8 @@ class Zygote:
                 os.write(report, f"error {type(error).__name__}: {error}\n".encode())
             os._exit(runner.ERROR)
         try:
+            if "session" in job:
+                runner.serve()
             runner.run(job["code"], job["calls"])
         finally:
             os._exit(runner.ERROR)  # never return here, whatever the program did to the runner

@@ -14,8 +14,6 @@ from enum import StrEnum
 
 from prometheus_client import Counter, Histogram
 
-from penstock.services.reward.executor.client import ExecutorClient
-from penstock.services.reward.executor.protocol import MIB, Call, Execution, Job, Limits, Outcome
 from penstock.services.reward.scorers.code import program_results
 from penstock.services.reward.scorers.code.program import NoProgram, last_block, program_of
 from penstock.services.reward.scorers.code.suite import BadTests, read_tests
@@ -23,6 +21,8 @@ from penstock.services.reward.scorers.code.tests import COMPARING, AssertTest, P
 from penstock.services.reward.scorers.scorer import unavailable, valued
 from penstock.shared.bus.messages import Prompt, RolloutGroup, Sample, Score, ScoreStatus
 from penstock.shared.errors import PermanentError, SettingsError, TemporaryError
+from penstock.shared.executor.client import ExecutorClient
+from penstock.shared.executor.protocol import MIB, Call, Execution, Job, Limits, Outcome
 from penstock.shared.settings.rewards.scorers import CodeScorer
 
 log = logging.getLogger(__name__)

@@ -18,12 +18,12 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from penstock.services.reward.executor.inside import comparison, plain_data
-from penstock.services.reward.executor.protocol import Call, Execution, Job, Limits
 from penstock.services.reward.scorers.code import asserts, program_results
 from penstock.services.reward.scorers.code.assert_evaluation import evaluate
 from penstock.services.reward.scorers.code.asserts import SplitAssert
 from penstock.services.reward.scorers.code.program_results import Elsewhere
 from penstock.shared.bus.messages import Json
+from penstock.shared.executor.protocol import Call, Execution, Job, Limits
 
 COMPARING = "from inside.comparison import holds, matches"
 """Program of a clean interpreter."""

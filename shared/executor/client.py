@@ -7,10 +7,20 @@ import asyncio
 import contextlib
 import itertools
 import time
+from collections.abc import AsyncIterator, Callable
 
-from penstock.services.reward.executor.protocol import Execution, Job, job_frame, read_execution
 from penstock.shared.backoff import Backoff
 from penstock.shared.errors import PeerError, TemporaryError
+from penstock.shared.executor.protocol import (
+    Cell,
+    Execution,
+    Job,
+    Limits,
+    Outcome,
+    cell_frame,
+    job_frame,
+    read_execution,
+)
 from penstock.shared.files.secret_file import read_secret
 from penstock.shared.peers import frames
 from penstock.shared.peers.handshake import introduce
@@ -49,23 +59,36 @@ class ExecutorClient:
         """Whether the first frame of the newest connection was one."""
 
     async def run(self, job: Job) -> Execution:
+        """Raises TemporaryError: the executor cannot be reached, or was lost."""
         async with self._places:
             writer = await self._connected()
-            number = next(self._numbers)
-            answer: asyncio.Future[Execution] = asyncio.get_running_loop().create_future()
-            self._waiting[number] = answer
-            try:
-                writer.write(frames.pack(job_frame(number, job)))
-                await writer.drain()
-                return await answer
-            except OSError as error:
-                raise self._gone(error) from error
-            except asyncio.CancelledError:
-                if not writer.is_closing():
-                    writer.write(frames.pack({"verb": "cancel", "id": number}))
-                raise
-            finally:
-                self._waiting.pop(number, None)
+            return await self._ask(writer, lambda number: job_frame(number, job))
+
+    @contextlib.asynccontextmanager
+    async def session(self, profile: str, limits: Limits) -> AsyncIterator["ExecutorSession"]:
+        """Yield a session, which ends with the body."""
+        session = ExecutorSession(self, next(self._numbers), profile, limits)
+        try:
+            yield session
+        finally:
+            session.leave()
+
+    async def _ask(self, writer: asyncio.StreamWriter, frame: Callable[[int], frames.Frame]) -> Execution:
+        number = next(self._numbers)
+        answer: asyncio.Future[Execution] = asyncio.get_running_loop().create_future()
+        self._waiting[number] = answer
+        try:
+            writer.write(frames.pack(frame(number)))
+            await writer.drain()
+            return await answer
+        except OSError as error:
+            raise self._gone(error) from error
+        except asyncio.CancelledError:
+            if not writer.is_closing():
+                writer.write(frames.pack({"verb": "cancel", "id": number}))
+            raise
+        finally:
+            self._waiting.pop(number, None)
 
     async def close(self) -> None:
         if self._reading is not None:
@@ -140,6 +163,32 @@ class ExecutorClient:
             writer.close()
             raise
         return reader, writer
+
+
+class ExecutorSession:
+    """A session of a client's; one cell at a time."""
+
+    def __init__(self, client: ExecutorClient, number: int, profile: str, limits: Limits) -> None:
+        self._client, self._number, self._profile, self._limits = client, number, profile, limits
+        self._writer: asyncio.StreamWriter | None = None
+        """The connection that it is of, since its first cell."""
+
+    async def run(self, code: str) -> Execution:
+        """Run code after the earlier cells. Raises TemporaryError: the executor cannot be reached, or has lost the session."""
+        writer = await self._client._connected()
+        self._writer = self._writer or writer
+        if writer is not self._writer:
+            raise TemporaryError(f"the code executor at {self._client.address} was lost, and the session with it")
+        cell = Cell(self._number, code, self._profile, self._limits)
+        execution = await self._client._ask(writer, lambda number: cell_frame(number, cell))
+        if execution.outcome is Outcome.SANDBOX_ERROR:
+            raise TemporaryError(f"the executor is at fault: {execution.detail}")
+        return execution
+
+    def leave(self) -> None:
+        """End it."""
+        if self._writer is not None and not self._writer.is_closing():
+            self._writer.write(frames.pack({"verb": "leave", "id": self._number}))
 
 
 def read_executor_secret(settings: ExecutorSettings) -> bytes:

@@ -1,6 +1,6 @@
-"""Connections of the HTTP API, bounded in number, time and head size (docs/api.md, "Limits").
+"""Connections of an HTTP server, bounded in number, time and head size (docs/api.md, "Limits").
 
-Those that have sent a valid token are counted apart from all others, so that a flood without token displaces only
+Those that have proven a token or key are counted apart from all others, so that a flood without one displaces only
 itself.
 """
 
@@ -12,16 +12,22 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from starlette.responses import JSONResponse
 from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from penstock.services.coordinator.api.errors import RETRY_AFTER_S, problem
 from penstock.shared.peers.handshake import Newcomers
 
 log = logging.getLogger(__name__)
 
+SILENT_S = 10
+"""Seconds for which the kernel holds a connection that sends nothing: a busy client has time to send its token."""
+BACKLOG = 512
+"""Connections that one turn of the event loop may accept: with those held, fewer than the usual 1,024 open files."""
 _PROVEN = "penstock.proven"
 """Key of a request's scope: the function to call once the caller has proven a token."""
+Refusal = Callable[[int, str], JSONResponse]
+"""A status and why, as the server writes it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -39,29 +45,20 @@ class ConnectionBounds:
 
 
 class Connections:
-    def __init__(self, bounds: ConnectionBounds) -> None:
-        self.bounds = bounds
-        self._unproven = Newcomers(bounds.unproven)
-        self._proven = Newcomers(bounds.proven)
+    def __init__(self, bounds: ConnectionBounds, refusal: Refusal) -> None:
+        self.bounds, self.refusal = bounds, refusal
+        self.unproven = Newcomers(bounds.unproven)
+        self.proven = Newcomers(bounds.proven)
 
     def protocol(self, **arguments: Any) -> asyncio.Protocol:
         return _Bounded(self, **arguments)
 
-    def enter(self, connection: "_Bounded", drop: Callable[[], object], *, proven: bool) -> None:
-        """Count a connection as the newest of its kind."""
-        self.leave(connection)
-        (self._proven if proven else self._unproven).enter(connection, drop)
 
-    def leave(self, connection: "_Bounded") -> None:
-        self._unproven.leave(connection)
-        self._proven.leave(connection)
-
-
-def note_proven(scope: Scope) -> None:
-    """Count the request's connection as one of a caller that may read or operate."""
+def note_proven(scope: Scope, among: Newcomers | None = None) -> None:
+    """Count the request's connection as proven, the newest of those or ``among`` others; one too many closes the oldest."""
     prove = scope.get(_PROVEN)
     if prove is not None:
-        prove()
+        prove(among)
 
 
 class _Refused(Exception):
@@ -76,6 +73,7 @@ class _Bounded(HttpToolsProtocol):
     def __init__(self, connections: Connections, **arguments: Any) -> None:
         super().__init__(**arguments)
         self._all = connections
+        self._among = connections.unproven
         self._cycles: list[RequestResponseCycle] = []
         """Requests whose answers are incomplete, and the last."""
         self._proven = False
@@ -88,19 +86,21 @@ class _Bounded(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._all.enter(self, self._displaced, proven=False)
+        self._among.enter(self, self._displaced)
         self._expect(self._all.bounds.head_s)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._unexpect()
         self.resume_writing()
-        self._all.leave(self)
+        self._among.leave(self)
         self._disconnect()
         super().connection_lost(exc)
 
-    def _prove(self) -> None:
+    def _prove(self, among: Newcomers | None) -> None:
         self._proven = True
-        self._all.enter(self, self._cut, proven=True)
+        self._among.leave(self)
+        self._among = self._all.proven if among is None else among
+        self._among.enter(self, self._cut)
 
     def _displaced(self) -> None:
         """Close this connection, unless a request that has already arrived proves a token or is being answered.
@@ -218,8 +218,8 @@ class _Bounded(HttpToolsProtocol):
         if self._refused or self.transport.is_closing():
             return
         self._refused = True
-        headers = {"Retry-After": str(RETRY_AFTER_S)} if status == 503 else {}
-        answer = problem(status, detail, {**headers, "Connection": "close"})
+        answer = self._all.refusal(status, detail)
+        answer.headers["Connection"] = "close"
         phrase = http.HTTPStatus(status).phrase
         head = [f"HTTP/1.1 {status} {phrase}".encode(), *(name + b": " + value for name, value in answer.raw_headers)]
         self.transport.write(b"\r\n".join(head) + b"\r\n\r\n" + bytes(answer.body))

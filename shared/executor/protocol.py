@@ -5,7 +5,9 @@
     client                                                              executor
       {verb: run, id, code, profile, stdin, calls, limits}       ──▶
                                                                ◀──  {id, outcome, stdout, values, detail, …}    in any order
-      {verb: cancel, id}                                         ──▶                                            no answer
+      {verb: cell, id, session, code, profile, limits}           ──▶
+                                                               ◀──  {id, outcome, stdout, …}    after earlier cells of its session
+      {verb: cancel, id}, {verb: leave, id: session}             ──▶                                            no answer
                                                                ◀──  {beat: true}    first, then every BEAT_S seconds
 
 It carries no expected output: the client compares. Arguments and values are JSON text inside MessagePack, because JSON
@@ -83,6 +85,18 @@ class Job:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Cell:
+    """Code of a session, an interpreter that keeps names and files from one cell to the next."""
+
+    session: int
+    """Of this connection, with which it ends."""
+    code: str
+    profile: str = "stdlib"
+    limits: Limits = Limits()
+    """``wall_s`` and ``output_bytes`` are a cell's, the others the session's, as its first cell says."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Execution:
     outcome: Outcome
     stdout: str
@@ -92,7 +106,7 @@ class Execution:
     detail: str
     """One line for people, which the program can forge."""
     exit_status: int | None
-    """As the supervisor saw it; negative: signal; None: it never ran."""
+    """As the supervisor saw it; negative: signal; None: it never ran, or its session continues."""
     wall_s: float
     cpu_s: float
     peak_bytes: int
@@ -119,9 +133,7 @@ def read_job(frame: Frame) -> Job:
     try:
         calls = tuple(_read_call(call) for call in json.loads(frame["calls"]))
         job = Job(frame["code"], frame["profile"], frame["stdin"], calls, Limits(**frame["limits"]))
-        sound = isinstance(job.code, str) and isinstance(job.profile, str) and isinstance(job.stdin, str | None)
-        sound = sound and all(value > 0 and math.isfinite(value) for value in dataclasses.astuple(job.limits))
-        sound = sound and job.limits.output_bytes <= MAX_OUTPUT_BYTES
+        sound = isinstance(job.stdin, str | None) and _is_sound(job)
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise PeerError(f"expected a job, found other content: {error!r}"[:300]) from error
     if not sound:
@@ -130,6 +142,28 @@ def read_job(frame: Frame) -> Job:
             f"{MAX_OUTPUT_BYTES} bytes of output, found other content"
         )
     return job
+
+
+def _is_sound(asked: Job | Cell) -> bool:
+    sound = isinstance(asked.code, str) and isinstance(asked.profile, str)
+    sound = sound and all(value > 0 and math.isfinite(value) for value in dataclasses.astuple(asked.limits))
+    return sound and asked.limits.output_bytes <= MAX_OUTPUT_BYTES
+
+
+def cell_frame(number: int, cell: Cell) -> Frame:
+    fields = dataclasses.asdict(cell)
+    return {**fields, "verb": "cell", "id": number, "code": _text(cell.code)}
+
+
+def read_cell(frame: Frame) -> Cell:
+    try:
+        cell = Cell(frame["session"], frame["code"], frame["profile"], Limits(**frame["limits"]))
+        sound = isinstance(cell.session, int) and _is_sound(cell)
+    except (KeyError, TypeError, ValueError) as error:
+        raise PeerError(f"expected a cell, found other content: {error!r}"[:300]) from error
+    if not sound:
+        raise PeerError("expected a cell's code and profile as text, and finite limits above 0, found other content")
+    return cell
 
 
 def _read_call(call: dict[str, Any]) -> Call:

@@ -1,0 +1,1 @@
+"""The protocol of the code executor, and its client."""
