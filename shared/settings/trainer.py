@@ -117,7 +117,7 @@ class TrainerSettings(Section):
     FlashAttention 4 (extra flash-attention) is not used."""
     logits: Literal["model", "float32"] = Field(default="model")
     """Type of logits of bfloat16 hidden states, also in the reward service's reference. `model`: the model's, as in
-    vLLM; `float32`: exact logprobs, where the others differ by 0.02 nats per token (docs/algorithms.md)."""
+    vLLM; `float32`: exact logprobs, where the others are rounded (docs/algorithms.md)."""
     gradient_checkpointing: Literal["auto"] | bool = Field(default="auto")
     """Recompute each layer's activations in the backward pass: less memory, a third more work. `auto`: on a GPU, in as
     many layers as its memory requires, by what earlier steps needed."""
