@@ -1,6 +1,12 @@
 """What every table of the settings has in common."""
 
-from pydantic import BaseModel, ConfigDict
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict
+
+OptionalPath = Annotated[Path | None, BeforeValidator(lambda value: value or None)]
+"""A path; an empty text is none, as in `--weights.folder=`."""
 
 
 class Section(BaseModel):

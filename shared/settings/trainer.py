@@ -1,12 +1,11 @@
 """``[trainer]`` and ``[trainer.store]``; AWS's own tools find the credentials of object storage."""
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from penstock.shared.settings.section import Section, shown
+from penstock.shared.settings.section import OptionalPath, Section, shown
 
 DEEPSPEED_KEYS = {
     "train_batch_size": "algorithm.groups_per_step",
@@ -132,7 +131,7 @@ class TrainerSettings(Section):
     keep_last: PositiveInt = Field(default=2)
     """Newest checkpoints that are kept, in the run's folder and in trainer.store, besides pinned ones. With 2 or
     more, a damaged newest one costs no step."""
-    signing_key_file: Path | None = Field(default=None)
+    signing_key_file: OptionalPath = Field(default=None)
     """File with a secret key of the run, at least 32 characters, that signs each checkpoint; unsigned ones, in the
     run's folder or in trainer.store, are then refused. Several keys, one per line: the first signs, all are
     accepted. Without it, anyone who can write there controls the training."""
