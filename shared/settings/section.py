@@ -6,7 +6,7 @@ from typing import Annotated
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 
 OptionalPath = Annotated[Path | None, BeforeValidator(lambda value: value or None)]
-"""A path; an empty text is none, as in `--weights.folder=`."""
+"""A path, not set by an empty text, as in `--weights.folder=`."""
 
 
 class Section(BaseModel):
