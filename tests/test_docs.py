@@ -202,43 +202,6 @@ def test_every_result_is_in_the_index_and_says_what_it_measured() -> None:
     assert [path.name for path in results if not keys <= json.loads(path.read_text(encoding="utf-8")).keys()] == []
 
 
-CITED = re.compile(r'\[([\d.,]+)(k?)\]\(([^)\s]*results/[^)\s]+\.json) "([^"]+)"\)')
-"""A figure, the file that it is from, and the place of its value there, as keys and indices."""
-
-
-def cited(page: Path, text: str) -> list[tuple[str, float, float]]:
-    """Return each figure that ``text`` cites as written, with the value in its file, and half of its last digit."""
-    figures = []
-    for written, thousands, file, place in CITED.findall(text):
-        value = json.loads((page.parent / file).read_text(encoding="utf-8"))
-        for key in place.split("/"):
-            value = value[int(key)] if isinstance(value, list) else value[key]
-        value /= 1000 if thousands else 1
-        digits = len(written.partition(".")[2])
-        figures.append((written, float(value), 0.5 * 10.0**-digits))
-    return figures
-
-
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_a_cited_figure_is_that_of_its_file(page: Path) -> None:
-    for written, value, half in cited(page, page.read_text(encoding="utf-8")):
-        assert abs(float(written.replace(",", "")) - value) <= half * 1.001, f"{page}: {written} is {value} in its file"
-
-
-def test_each_row_of_the_readme_s_results_cites_its_figures_and_their_ratio() -> None:
-    results = (ROOT / "README.md").read_text(encoding="utf-8").partition("## Results")[2].partition("\n## ")[0]
-    rows = [line.strip("|").split("|") for line in results.splitlines() if line.startswith("| ")][2:]
-    assert len(rows) > 5
-    for _, peer, own, ratio in rows:
-        ((_, value, _),) = cited(ROOT / "README.md", own)
-        if peer.strip() == "–":
-            continue
-        ((_, of_peer, _),) = cited(ROOT / "README.md", peer)
-        written = ratio.strip().removesuffix("×")
-        half = 0.5 * 10.0 ** -len(written.partition(".")[2])
-        assert abs(float(written) - value / of_peer) <= half, (written, value / of_peer)
-
-
 def test_the_life_of_a_group_names_code_that_exists() -> None:
     text = (ROOT / "docs/life-of-a-group.md").read_text(encoding="utf-8")
     named = set(re.findall(r"`([A-Z]\w+)\.(\w+)`", text))

@@ -34,9 +34,7 @@ Reason = Annotated[str, typer.Option("--reason", metavar="TEXT", help="The reaso
 RunArgument = Annotated[Path, typer.Argument(metavar="[RUN]", help="The run's folder, its settings file, or `latest`.")]
 RunOption = Annotated[Path | None, typer.Option("--run", metavar="RUN", help="The same as RUN.", show_default=False)]
 _FOLDER = "run_folder"
-_RunFolder = Annotated[
-    Path | None, typer.Argument(metavar="[RUN_FOLDER]", help="The same as --run.", show_default=False)
-]
+_RunFolder = Annotated[Path | None, typer.Argument(metavar="[RUN]", help="The same as --run.", show_default=False)]
 _WORDS = "The run's TOML file, and settings to override."
 Words = Annotated[
     list[str] | None,
@@ -54,7 +52,7 @@ Most = Annotated[int, typer.Option("--most", min=1, metavar="N", help="The maxim
 class Connection:
     """A command's coordinator and output format."""
 
-    run: Annotated[Path, typer.Option("--run", metavar="RUN_FOLDER", help="The run's folder.")] = LATEST
+    run: Annotated[Path, typer.Option("--run", metavar="RUN", help="The run's folder, or `latest`.")] = LATEST
     url: Url = ""
     token_file: TokenFile = None
     as_json: AsJson = False
@@ -126,8 +124,7 @@ def connected(command: Callable[Concatenate[Connection, P], None]) -> Callable[.
         from penstock.services.cli.cluster.deployment import forwarding
 
         connection = Connection(**{name: given.pop(name) for name in options})
-        if (folder := given.pop(_FOLDER, None)) is not None:
-            connection = dataclasses.replace(connection, run=named(folder))
+        connection = dataclasses.replace(connection, run=named(given.pop(_FOLDER, None) or connection.run))
         with forwarding():
             command(connection, **given)  # type: ignore[call-arg]  # typer gives every parameter by name
 

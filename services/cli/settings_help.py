@@ -242,7 +242,7 @@ def _default(field: FieldInfo, holds_tables: bool) -> str:
         kinds = [f'{{kind = "{scorer.kind}"}}' for scorer in value] if isinstance(value, tuple) else ["…"]
         return f"[{', '.join(kinds)}]"
     if value is None:
-        return "none"
+        return '""'
     if isinstance(value, tuple):
         return json.dumps(value, ensure_ascii=False)
     if isinstance(value, bool):

@@ -1,12 +1,11 @@
 """The model that is trained, and how its versions reach the replicas: ``[policy]``, ``[policy.lora]``, ``[weights]``,
 ``[fabric]``."""
 
-from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat
 
-from penstock.shared.settings.section import Section
+from penstock.shared.settings.section import OptionalPath, Section
 
 
 class LoraSettings(Section):
@@ -63,7 +62,7 @@ class WeightsSettings(Section):
     probe_margin: PositiveFloat = Field(default=3.0)
     """The guard `probe` trips where a replica's logprobs differ from the trainer's by more than this many times what
     rounding changes in the trainer's own, on average. Raise it for an engine with quantized weights."""
-    folder: Path | None = Field(default=None)
+    folder: OptionalPath = Field(default=None)
     """Folder of the snapshots. Empty: /dev/shm/penstock-<user>/<run id>-<hash of the run's folder>."""
     keep: Annotated[int, Field(ge=2)] = Field(default=4)
     """Newest snapshots that are kept on disk."""

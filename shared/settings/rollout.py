@@ -2,13 +2,12 @@
 
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from penstock.shared.settings.section import Section
+from penstock.shared.settings.section import OptionalPath, Section
 
 _OBJECT = r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$"
 _HERE = re.compile(r"localhost$|127\.|::1$", re.IGNORECASE)
@@ -102,7 +101,7 @@ class RolloutSettings(Section):
     """Index of this host among rollout.nodes. Host 0 is the replica; the others hold workers of its engine."""
     rendezvous: str = Field(default="", pattern=r"^$|^.+:[0-9]+$")
     """`host:port` on the first of several hosts at which the others join; without a password."""
-    secret_file: Path | None = Field(default=None)
+    secret_file: OptionalPath = Field(default=None)
     """File whose first line is a secret by which the first of several hosts recognizes the others' workers."""
     engine: Literal["auto", "vllm", "transformers", "scripted"] = Field(default="auto")
     """Engine that generates: vLLM, Hugging Face transformers, or a script for tests. `auto`: vLLM if it is installed

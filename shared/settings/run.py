@@ -10,7 +10,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from penstock.shared.dataset_source import DatasetSource
 from penstock.shared.errors import SettingsError
 from penstock.shared.expression import Condition
-from penstock.shared.settings.section import Section
+from penstock.shared.settings.section import OptionalPath, Section
 
 _OWN_ARGUMENTS = frozenset(
     [
@@ -159,10 +159,10 @@ class CoordinatorSettings(Section):
     """Address of the HTTP API."""
     port: NonNegativeInt = Field(default=0)
     """Port of the HTTP API; 0: any free port, written to <run folder>/coordinator.json."""
-    token_file: Path | None = Field(default=None)
+    token_file: OptionalPath = Field(default=None)
     """File whose first line is the bearer token that may read and operate. Only you may be able to read it. Empty:
     `penstock up` makes one, `token` in the run's folder. It is required if `host` is not a loopback address."""
-    read_token_file: Path | None = Field(default=None)
+    read_token_file: OptionalPath = Field(default=None)
     """File whose first line is a bearer token that may only read."""
     generate_token: bool = Field(default=True)
     """Whether `penstock up` makes a token if `token_file` is empty. Without a token, every user of this machine may

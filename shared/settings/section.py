@@ -1,6 +1,12 @@
 """What every table of the settings has in common."""
 
-from pydantic import BaseModel, ConfigDict
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict
+
+OptionalPath = Annotated[Path | None, BeforeValidator(lambda value: value or None)]
+"""A path, not set by an empty text, as in `--weights.folder=`."""
 
 
 class Section(BaseModel):

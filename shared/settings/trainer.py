@@ -1,12 +1,11 @@
 """``[trainer]`` and ``[trainer.store]``; AWS's own tools find the credentials of object storage."""
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from penstock.shared.settings.section import Section, shown
+from penstock.shared.settings.section import OptionalPath, Section, shown
 
 DEEPSPEED_KEYS = {
     "train_batch_size": "algorithm.groups_per_step",
@@ -117,7 +116,7 @@ class TrainerSettings(Section):
     FlashAttention 4 (extra flash-attention) is not used."""
     logits: Literal["model", "float32"] = Field(default="model")
     """Type of logits of bfloat16 hidden states, also in the reward service's reference. `model`: the model's, as in
-    vLLM; `float32`: exact logprobs, where the others differ by 0.02 nats per token (docs/algorithms.md)."""
+    vLLM; `float32`: exact logprobs, where the others are rounded (docs/algorithms.md)."""
     gradient_checkpointing: Literal["auto"] | bool = Field(default="auto")
     """Recompute each layer's activations in the backward pass: less memory, a third more work. `auto`: on a GPU, in as
     many layers as its memory requires, by what earlier steps needed."""
@@ -132,7 +131,7 @@ class TrainerSettings(Section):
     keep_last: PositiveInt = Field(default=2)
     """Newest checkpoints that are kept, in the run's folder and in trainer.store, besides pinned ones. With 2 or
     more, a damaged newest one costs no step."""
-    signing_key_file: Path | None = Field(default=None)
+    signing_key_file: OptionalPath = Field(default=None)
     """File with a secret key of the run, at least 32 characters, that signs each checkpoint; unsigned ones, in the
     run's folder or in trainer.store, are then refused. Several keys, one per line: the first signs, all are
     accepted. Without it, anyone who can write there controls the training."""

@@ -4,10 +4,13 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
+from typer.main import get_command
 
-from penstock.services.cli.__main__ import main
+from penstock.services.cli.__main__ import app, main
 from tests.coordinator.records.test_report import whole_run, write_lines
 
 ORDINARY = 20
@@ -72,6 +75,28 @@ def test_the_newest_versions_are_listed_with_their_accuracy(
     assert [each["version"] for each in json.loads(capsys.readouterr().out)] == [248, 249, 250]
     assert main(["policies", "--run", places["run"], "--most", "2"]) == 0
     assert " 0.89 " in capsys.readouterr().out
+
+
+OF_NO_RUN = {"up", "sft", "new", "deploy", "plan", "settings", "doctor", "data check"}
+"""Commands that begin a run, name one in other words, or need none."""
+
+
+def commands(command: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    inner = getattr(command, "commands", {})
+    for word, each in inner.items():
+        yield from commands(each, f"{name} {word}".strip())
+    if name and (not inner or command.invoke_without_command):
+        yield name, command
+
+
+def test_every_command_of_a_run_takes_it_as_an_option_and_unless_it_has_another_word_by_place() -> None:
+    takers = {name: command for name, command in commands(get_command(app)) if name not in OF_NO_RUN}
+    assert len(takers) > 25
+    for name, command in takers.items():
+        assert any("--run" in parameter.opts for parameter in command.params), name
+        words = [parameter for parameter in command.params if parameter.param_type_name == "argument"]
+        assert words or hasattr(command, "commands"), f"{name} takes no run by its place"
+        assert "RUN_FOLDER" not in {parameter.metavar for parameter in command.params}, name
 
 
 def test_help_imports_no_settings_client_or_server() -> None:

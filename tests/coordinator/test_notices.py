@@ -2,13 +2,14 @@
 
 import dataclasses
 import io
+import re
 import time
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from penstock.services.client.views import Notice, RunView
+from penstock.services.client.views import Notice, RunView, StreamDepth
 from penstock.services.coordinator.evaluation.results import Evaluation
 from penstock.services.coordinator.run.monitor import Monitor, is_replaced
 from penstock.services.coordinator.run.notices import compose, notice, silent
@@ -108,6 +109,25 @@ def test_a_long_note_of_a_process_takes_no_room_from_its_name_and_state(width: i
     assert "coordinator-0  ● degraded       12  1.0 GiB       2  4711" in shown
     assert "scorer" in shown
     assert len(shown) == width
+
+
+@pytest.mark.parametrize("width", [80, 120, 200])
+def test_the_screen_of_a_live_run_cuts_no_word(width: int) -> None:
+    """As seen in a real run: a long outcome of the self-test, and a journal of three digits at the edge."""
+    outcome = (
+        "logprobs differ by 1.1e-05 nats at most and 2.3e-06 on average, the gradient by 2.1e-06 of its norm (limit)"
+    )
+    names = ("prompts", "episodes", "rollouts", "experience", "journal")
+    seen = RunView(self_tests={"policy": outcome}, streams={name: StreamDepth(entries=371) for name in names})
+    row = view.ViewRow("rollout-0", "starting", 12, 2**30, 0, 4711, "capturing graphs of several batches " * 9)
+    words = {}
+    for columns in (1000, width):
+        file = io.StringIO()
+        console = Console(width=columns, file=file, force_terminal=True, color_system=None, legacy_windows=False)
+        console.print(view.screen("penstock · a-run", seen, [row]))
+        words[columns] = {word.strip("…") for word in re.findall(r"[^\s│╭╮╰╯─━]+", file.getvalue())}
+    assert words[width] - words[1000] <= {""}
+    assert words[1000] - words[width] <= set(row.note.split())
 
 
 def test_plain_lines_say_a_notice_whole_at_once_and_not_again_while_only_its_figures_grow(

@@ -1,5 +1,6 @@
 """Laws of the settings: sources and errors."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -219,3 +220,11 @@ def test_a_removed_setting_is_left_out_with_its_default_and_else_refused_with_wh
     with pytest.raises(SettingsError) as caught:
         loads(text("another"), "run.toml")
     assert f"{name} no longer exists: use {instead}" in str(caught.value)
+
+
+def test_the_empty_default_that_the_reference_prints_is_the_default() -> None:
+    text = Path("docs/reference/settings.md").read_text(encoding="utf-8")
+    keys = [key for key in re.findall(r'^\| `([\w.]+)` \| `""` \|', text, re.MULTILINE) if "[" not in key]
+    assert {"evaluation.path", "weights.folder", "run.id"} <= {*keys}
+    given, default = (loads("", "flags", flags, environment={}) for flags in ([f"--{key}=" for key in keys], []))
+    assert given == default

@@ -13,7 +13,7 @@ import typer
 from penstock.services.cli.cluster import programs
 from penstock.services.cli.cluster.deployment import Deployment, find
 from penstock.services.cli.cluster.upgrade import compared, confirm
-from penstock.services.cli.connection import LATEST
+from penstock.services.cli.connection import LATEST, RunArgument, RunOption, named
 from penstock.services.up.display import console
 from penstock.shared.errors import PenstockError, SettingsError
 from penstock.shared.text.terminal import escaped_line
@@ -24,7 +24,6 @@ _OLDEST_HELM = (3, 17)
 _READERS = "app.kubernetes.io/component in (pod,trainer,rollout,reward)"
 """Pods that read the run's TOML and do not restart by themselves."""
 _SECRET = re.compile(r"^kind: Secret$", re.MULTILINE)
-Folder = Annotated[Path, typer.Option("--run", metavar="RUN_FOLDER", help="The run's folder.")]
 
 
 def add_to(app: typer.Typer, panel: str) -> None:
@@ -111,7 +110,8 @@ def without_secrets(manifests: str) -> str:
 
 
 def logs(
-    run: Folder = LATEST,
+    run: RunArgument = LATEST,
+    run_option: RunOption = None,
     service: Annotated[str, typer.Option("--service", metavar="SERVICE", help="Only of this service: trainer, …")] = "",
     lines: Annotated[int, typer.Option("--lines", min=0, metavar="N", help="Lines of each replica.")] = 20,
     follow: Annotated[bool, typer.Option("--follow", help="Print new lines until Ctrl-C.")] = False,
@@ -120,15 +120,15 @@ def logs(
 
     **Example:** `penstock logs --service trainer --follow`
     """
-    deployed = find(run)
-    if deployed is not None:
+    run = named(run_option or run)
+    if (deployed := find(run)) is not None:
         selector = deployed.selector + (f",app.kubernetes.io/component={service}" if service else "")
         words = deployed.kubectl("logs", "-l", selector, "--prefix", "--tail", str(lines), "--max-log-requests", "100")
         words += ["--follow"] if follow else []
     else:
         files = sorted((run / "logs").glob(f"{service}*.log"))
         if not files:
-            raise PenstockError(f"no log files in {run / 'logs'}: give --run RUN_FOLDER, or another --service")
+            raise PenstockError(f"no log files in {run / 'logs'}: give RUN, or another --service")
         words = ["tail", "-n", str(lines), *(["-F"] if follow else []), *map(str, files)]
     if _print(words):
         raise PenstockError(f"could not read the logs: {' '.join(words[:3])} … failed")
@@ -143,15 +143,15 @@ def _print(words: Sequence[str]) -> int:
     return process.returncode
 
 
-def delete(run: Folder = LATEST) -> None:
+def delete(run: RunArgument = LATEST, run_option: RunOption = None) -> None:
     """Remove a deployed run from its cluster. Its claims stay, with records and checkpoints; so does its local folder.
 
-    **Example:** `penstock delete --run runs/my-run`
+    **Example:** `penstock delete runs/my-run`
     """
-    deployed = find(run)
-    if deployed is None:
+    run = named(run_option or run)
+    if (deployed := find(run)) is None:
         if not run.is_dir():
-            raise PenstockError(f"no run's folder at {run}: give --run RUN_FOLDER")
+            raise PenstockError(f"no run's folder at {run}: give RUN")
         raise PenstockError(
             f"{run} was not started by `penstock deploy`: end a local run with `penstock stop` or Ctrl-C"
         )

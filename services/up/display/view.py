@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import math
+import textwrap
 import time
 from collections.abc import Sequence
 
@@ -90,7 +91,7 @@ def notice_line(notice: Notice) -> str:
 def _facts(run: RunView) -> RenderableType:
     facts = Table.grid(padding=(0, 2))
     facts.add_column(style="dim", no_wrap=True, min_width=9)
-    facts.add_column(no_wrap=True, overflow="ellipsis")
+    facts.add_column(overflow="fold")
     facts.add_row("run", _state(run))
     facts.add_row("step", _progress(run))
     objective, value = _objective(run)
@@ -187,7 +188,7 @@ class _Processes:
         for name in ("version", "memory", "starts", "pid") if wide else ("version", "memory"):
             table.add_column(name, justify="right", no_wrap=True)
         if note_width:
-            table.add_column("", no_wrap=True, overflow="ellipsis", style="dim", max_width=note_width)
+            table.add_column("", no_wrap=True, style="dim", max_width=note_width)
         for row in self.rows:
             cells: list[Text | str] = [row.name, _health(row), _version(row.version), memory(row.memory_bytes)]
             if wide:
@@ -195,7 +196,8 @@ class _Processes:
                     Text(str(row.restarts + 1), style="yellow" if row.restarts else "dim"),
                     str(row.pid or _MISSING),
                 ]
-            table.add_row(*cells, *([Text(escaped(row.note.partition("\n")[0]))] if note_width else []))
+            note = textwrap.shorten(escaped(row.note.partition("\n")[0]), max(1, note_width), placeholder="…")
+            table.add_row(*cells, *([Text(note)] if note_width else []))
         return table
 
 
@@ -222,11 +224,9 @@ def line(run: RunView, rows: Sequence[ViewRow] = ()) -> str:
     if (share := last(run, "preference_accuracy")) is not None:
         parts.append(f"pairs ordered {share:.0%}")
     parts.append(f"held-out {number(_newest_accuracy(run.evaluations))}")
-    parts.append(f"in flight {run.groups_in_flight}/{run.slots}")
-    parts.append(f"lag {number(last(run, 'lag_mean'), 2)}")
+    parts += [f"in flight {run.groups_in_flight}/{run.slots}", f"lag {number(last(run, 'lag_mean'), 2)}"]
     parts.append(f"{number(run.tokens_per_s, 0)} tokens/s")
-    if run.eta_s is not None and not run.ended:
-        parts.append(f"eta {duration(run.eta_s)}")
+    parts += [f"eta {duration(run.eta_s)}"] if run.eta_s is not None and not run.ended else []
     return "  ".join(parts)
 
 

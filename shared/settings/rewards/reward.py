@@ -1,7 +1,6 @@
 """``[reward]`` and ``[reward.executor]``; the tables of scorers are in ``scorers.py`` and ``models.py``."""
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
@@ -9,7 +8,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 from penstock.shared.reasoning import KNOWN
 from penstock.shared.settings.rewards.models import ModelsSettings, TeacherSettings
 from penstock.shared.settings.rewards.scorers import AnswerScorer, Scorer
-from penstock.shared.settings.section import Section
+from penstock.shared.settings.section import OptionalPath, Section
 
 
 class ExecutorSettings(Section):
@@ -17,7 +16,7 @@ class ExecutorSettings(Section):
 
     address: str = Field(default="", pattern=r"^(|unix:/.+|[^/:]+:\d+|\[[0-9a-fA-F:]+\]:\d+)$")
     """Address of the executor: `unix:/path` or `host:port`. Empty: `penstock up` starts one if a scorer or tool needs it."""
-    secret_file: Path | None = Field(default=None)
+    secret_file: OptionalPath = Field(default=None)
     """File, readable by its user alone, whose first line the executor and its clients prove to each other that they know.
     Required if `address` is neither a Unix socket nor loopback."""
     isolation: Literal["auto", "namespace", "landlock", "unsafe"] = Field(default="auto")

@@ -1,19 +1,22 @@
 """Laws of the page's reader: long completions are lines, and a person finds what a reward function was tricked by."""
 
 import dataclasses
+import json
 from pathlib import Path
 
 import httpx
 import numpy as np
 import pytest
 
+from penstock.services.coordinator import page
 from penstock.services.coordinator.api.app import make_app
 from penstock.services.coordinator.api.auth import Access
+from penstock.services.coordinator.records.ended_run import EndedRun
 from penstock.services.coordinator.records.jsonl import BoundedLines, every_second, read
 from penstock.shared.bus import streams
 from penstock.shared.bus.bus import Bus
 from penstock.shared.bus.encoding import wire
-from penstock.shared.bus.messages import Experience, SampleScores, Score, ScoreStatus
+from penstock.shared.bus.messages import Experience, SampleScores, Score, ScoreStatus, StepReport
 from penstock.shared.bus.stores.policy.ledger import Ledger
 from tests.conftest import PATIENCE_S
 from tests.coordinator.api.test_page import served
@@ -94,6 +97,32 @@ async def test_groups_are_read_one_by_one_and_up_to_a_step_from_journal_and_reco
         assert (await http.get(f"/v1/run/rollouts/{newest['id']}")).json() == newest
         assert (await http.get("/v1/run/rollouts/4-0")).json()["step"] == 4
         assert (await http.get("/v1/run/rollouts/5-0")).status_code == 404
+
+
+async def test_rollouts_of_an_ended_run_are_read_from_its_folder_as_they_were_live(bus: Bus, tmp_path: Path) -> None:
+    """Text, tokens, versions, scores, and of its step the mismatch of trainer and engine, with search and sizes."""
+    await Ledger(bus).create()
+    parts = make(bus, settings(tmp_path, coordinator={"sample_every_steps": 1}))
+    folder = parts.api.folder
+    for step in (1, 2):
+        await bus.append(streams.JOURNAL, {"step": str(step), "data": wire.encode(group(step, trick=11))})
+        report = StepReport(step, step, 1.8e9 + step, 16, {"logprob_gap": 0.25 * step, "reward_mean": 0.5}, {"0": 16})
+        await bus.publish(streams.STEPS, report)
+        await parts.recorder.catch_up()
+    (folder / "settings.toml").write_text("run.steps = 2\n")
+    (folder / "summary.json").write_text(json.dumps({"run_id": "ended", "state": "finished", "steps": 2}))
+    apps = make_app(parts.api), page.make_app(EndedRun(folder), Access())
+    clients = [httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") for app in apps]
+    async with clients[0] as live, clients[1] as ended:
+        (newest, _) = (await live.get("/v1/run/rollouts")).json()["items"]
+        assert (newest["completions"][11]["versions"], len(newest["completions"][11]["text"])) == ([0], 20_000)
+        for path in (
+            "/v1/run/rollouts", "/v1/run/rollouts?excerpt=200&limit=1", "/v1/run/rollouts?step=1",
+            "/v1/run/rollouts?search=ARE DELETED", f"/v1/run/rollouts/{newest['id']}", "/v1/run/steps",
+        ):  # fmt: skip
+            assert (await ended.get(path)).raise_for_status().json() == (await live.get(path)).json(), path
+        (line, _) = (await ended.get("/v1/run/steps")).json()["items"]
+        assert line["metrics"]["logprob_gap"] == 0.5
 
 
 @pytest.mark.parametrize("count", [9, 10])
