@@ -12,6 +12,7 @@ mistypes and miscopies, and otherwise guesses, until it solves a tenth of the pr
 
 import argparse
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -35,11 +36,12 @@ TARGET = 0.1
 """The share of products solved when sampled, at which the warm start ends."""
 
 
-def build_tokenizer() -> Qwen2Tokenizer:
-    """Return Qwen2's tokenizer with the digits, four signs, the roles, and the halves of the envelope."""
-    symbols = [PAD, EOS, *"0123456789+*=?"]
+def build_tokenizer(
+    symbols: str = "0123456789+*=?", calls: Sequence[str] = (OPENING, CLOSING), template: str = TEMPLATE
+) -> Qwen2Tokenizer:
+    """Return Qwen2's tokenizer with characters, the roles, and tokens of which calls consist."""
     tokenizer = Qwen2Tokenizer(
-        vocab={symbol: place for place, symbol in enumerate(symbols)},
+        vocab={symbol: place for place, symbol in enumerate([PAD, EOS, *symbols])},
         merges=[],
         unk_token=PAD,
         pad_token=PAD,
@@ -47,20 +49,22 @@ def build_tokenizer() -> Qwen2Tokenizer:
         model_max_length=64,
     )
     tokenizer.add_special_tokens({"additional_special_tokens": list(ROLES)})
-    tokenizer.add_tokens([OPENING, CLOSING])
-    tokenizer.chat_template = TEMPLATE
+    tokenizer.add_tokens(list(calls))
+    tokenizer.chat_template = template
     return tokenizer
 
 
-def build_policy(tokenizer: PreTrainedTokenizerBase) -> Qwen2ForCausalLM:
+def build_policy(
+    tokenizer: PreTrainedTokenizerBase, layers: int = 3, width: int = 96, heads: int = 3
+) -> Qwen2ForCausalLM:
     """Return a transformer of random weights, drawn from torch's global generator."""
     config = Qwen2Config(
         vocab_size=len(tokenizer),
-        hidden_size=96,
-        intermediate_size=192,
-        num_hidden_layers=3,
-        num_attention_heads=3,
-        num_key_value_heads=3,
+        hidden_size=width,
+        intermediate_size=2 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
         max_position_embeddings=64,
         initializer_range=0.1,
         tie_word_embeddings=True,

@@ -1,4 +1,4 @@
-"""Make the policy of this folder, at random, and its rows: `python examples/guess/make.py`.
+"""Make the policy of this folder, at random, and its rows: `python -m examples.guess.make`.
 
 A token is a role, a hint, or a whole call of the tool, such as
 
@@ -14,10 +14,10 @@ import json
 from pathlib import Path
 
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
+from transformers import Qwen2ForCausalLM, Qwen2Tokenizer
 
-PAD, EOS = "<pad>", "<eos>"
-ROLES = ("<|user|>", "<|assistant|>", "<|tool|>")
+from examples.calculator import make
+
 NUMBERS = range(15)
 TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}"
@@ -28,40 +28,13 @@ TEMPLATE = (
 
 def build_tokenizer() -> Qwen2Tokenizer:
     """Return Qwen2's tokenizer with four characters and a token for each role and call."""
-    symbols = [PAD, EOS, "?", "<", ">", "="]
-    tokenizer = Qwen2Tokenizer(
-        vocab={symbol: place for place, symbol in enumerate(symbols)},
-        merges=[],
-        unk_token=PAD,
-        pad_token=PAD,
-        eos_token=EOS,
-        model_max_length=64,
-    )
     calls = [{"name": "guess", "arguments": {"number": number}} for number in NUMBERS]
-    tokenizer.add_special_tokens({"additional_special_tokens": list(ROLES)})
-    tokenizer.add_tokens([f"<tool_call>\n{json.dumps(call)}\n</tool_call>" for call in calls])
-    tokenizer.chat_template = TEMPLATE
-    return tokenizer
+    return make.build_tokenizer("?<>=", [f"<tool_call>\n{json.dumps(call)}\n</tool_call>" for call in calls], TEMPLATE)
 
 
 def build_policy(tokenizer: Qwen2Tokenizer) -> Qwen2ForCausalLM:
     """Return a transformer of two layers."""
-    config = Qwen2Config(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        max_position_embeddings=64,
-        initializer_range=0.1,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        dtype="float32",
-    )
-    return Qwen2ForCausalLM(config)
+    return make.build_policy(tokenizer, layers=2, width=64, heads=4)
 
 
 def main() -> None:

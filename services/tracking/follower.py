@@ -4,15 +4,16 @@ import asyncio
 import contextlib
 import copy
 import dataclasses
+import hashlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
+from stat import S_ISREG
 from typing import TypeVar
 
 from penstock.services.tracking.offset import Offset
 from penstock.services.tracking.points import REPORT, TABLE, Point, Segments, results_of
-from penstock.services.tracking.report import ReportFile
 from penstock.services.tracking.sink_client import SinkClient, SinkFailure
 from penstock.services.tracking.tables import RolloutLines
 from penstock.shared.backoff import Backoff
@@ -23,6 +24,29 @@ from penstock.shared.bus.messages import StepReport
 from penstock.shared.bus.stores.policy.evaluations import evaluated, results
 from penstock.shared.bus.stores.run.records import following, wait_for_any
 from penstock.shared.errors import MessageError, SettingsError
+
+
+class ReportFile:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._seen: tuple[int, int, int] | None = None
+        self._digest = ""
+
+    def digest(self) -> str:
+        """Return the digest of the file's contents; "" without a file. Raises OSError: it cannot be read."""
+        try:
+            stat = self.path.stat()
+            if not S_ISREG(stat.st_mode):
+                return ""  # to open a pipe would wait for its writer
+            now = (stat.st_ino, stat.st_size, stat.st_mtime_ns)
+            if now != self._seen:
+                with self.path.open("rb") as file:
+                    self._digest = hashlib.file_digest(file, "sha256").hexdigest()
+                self._seen = now
+        except FileNotFoundError:
+            return ""
+        return self._digest
+
 
 log = logging.getLogger(__name__)
 

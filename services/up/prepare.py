@@ -214,7 +214,7 @@ def _with_executor(settings: Settings) -> Settings:
 
 def _with_token(settings: Settings) -> Settings:
     coordinator = settings.coordinator
-    if coordinator.token_file is not None or not coordinator.generate_token:
+    if coordinator.token_file is not None:
         return settings
     token_file = settings.run_folder / TOKEN_FILE
     make_secret(token_file)

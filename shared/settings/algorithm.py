@@ -55,9 +55,8 @@ class BatchSettings(Section):
     flight."""
     on_stale: Literal["drop", "requeue", "mask", "wait"] = Field(default="drop")
     """What happens to a sample with a token over max_lag: it is not trained (`drop`), it is generated again
-    (`requeue`), or its tokens up to the last one over max_lag are not trained (`mask`). All three train long
-    completions less often than short ones. `wait`: a step waits up to ten minutes for groups admitted before those of its
-    batch, so that they are not overtaken; later stale samples are dropped."""
+    (`requeue`), or its tokens up to the last one over max_lag are not trained (`mask`). `wait`: a step waits up to ten
+    minutes for groups admitted earlier."""
     dynamic_sampling: bool = Field(default=False)
     """Whether groups with equal rewards are dropped on arrival (`dropped:no_signal`) and replaced."""
     filter: str = Field(default="")

@@ -25,7 +25,7 @@ _SHARES = ("lag", "throughput", "starving")
 
 
 class GuardsSettings(Section):
-    """Conditions that warn, or pause the run. For losses that are not finite: trainer.max_skipped_steps."""
+    """Conditions that warn, or pause the run. Losses that are not finite pause it, too."""
 
     pause: tuple[Guard, ...] = Field(default=("no_signal", "kl", "entropy", "unscored", "probe"))
     """Guards that pause the run; the others only warn (status, events, a metric)."""

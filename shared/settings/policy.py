@@ -1,7 +1,7 @@
 """The model that is trained, and how its versions reach the replicas: ``[policy]``, ``[policy.lora]``, ``[weights]``,
 ``[fabric]``."""
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat
 
@@ -49,7 +49,7 @@ class WeightsSettings(Section):
     while generation continues. `file`: safetensors on storage that trainer and replicas share."""
     snapshots: Literal["whole", "sharded"] = Field(default="whole")
     """Where the two copies are that replicas pull from. `whole`: on the GPU of the trainer's rank 0. `sharded`: each
-    rank has a share, which a policy needs that fits on no GPU; verified on GPUs with two ranks and devices of their own."""
+    rank has a share, which a policy needs that fits on no GPU."""
     deadline_s: PositiveFloat = Field(default=30.0)
     """Longest wait of a pull for an answer, a peer or a bucket, in seconds; then the next source is tried."""
     kv: Literal["keep", "recompute"] = Field(default="keep")
@@ -64,7 +64,7 @@ class WeightsSettings(Section):
     rounding changes in the trainer's own, on average. Raise it for an engine with quantized weights."""
     folder: OptionalPath = Field(default=None)
     """Folder of the snapshots. Empty: /dev/shm/penstock-<user>/<run id>-<hash of the run's folder>."""
-    keep: Annotated[int, Field(ge=2)] = Field(default=4)
+    keep: ClassVar[int] = 4
     """Newest snapshots that are kept on disk."""
     lora: Literal["auto", "adapter", "merged"] = Field(default="auto")
     """With policy.lora, what is published: the `adapter` alone, by file in weights.folder, which trainer and replicas

@@ -53,9 +53,7 @@ class RuleSettings(Section):
 
     loss: str = Field(default="clip")
     """Loss: PPO's clipped ratio per token, the same per sequence (gspo), a clipped weight (cispo), plain policy
-    gradient, preferences between a group's best and worst sample or, with data.rejected_field, the two of a row (dpo),
-    or your own function of the tokens' logprobs and advantages, `package.module:function`. cross_entropy: nothing is
-    generated, the data are demonstrations."""
+    gradient, preferences (dpo), demonstrations (cross_entropy), or your own function, `package.module:function`."""
     clip: tuple[Below1, PositiveFloat] | tuple[Below1, PositiveFloat, Over1] = Field(default=(0.2, 0.2))
     """[low, high]: the ratio is clipped at 1 − low where the advantage is negative, and at 1 + high where it is
     positive (clip, gspo). For cispo, high is the largest weight − 1. A third number, more than 1, bounds the ratio where
@@ -66,22 +64,21 @@ class RuleSettings(Section):
     correction: Literal[
         "ratio", "none", "ignored", "token_tis", "sequence_tis", "token_mask", "sequence_mask", "geometric_mask"
     ] = Field(default="ratio")
-    """Correction for samples of another policy: the loss's own ratio to behavior logprobs (`ratio`), a weight
-    truncated at the end of correction_band (per token or sequence), or a mask that drops tokens or sequences
-    outside the band. `ignored`: no correction although samples may be off-policy, to see its effect."""
+    """Correction for samples of another policy: the loss's own ratio to behavior logprobs (`ratio`), a weight truncated
+    at the end of correction_band, or a mask that drops what is outside the band. `ignored`: none although samples may
+    be off-policy."""
     correction_band: tuple[NonNegativeFloat, PositiveFloat] = Field(default=(0.5, 2.0))
     """Ratios that count, [low, high]: weights are truncated at high; masks drop what is outside."""
     aggregation: Literal["token", "sequence", "constant"] = Field(default="token")
     """Policy loss of a batch: the mean over its tokens, over its samples' means, or the sum over samples ×
     max_new_tokens. KL and entropy bonus are means over tokens."""
     advantage: str = Field(default="grpo")
-    """How rewards become advantages: within the group (grpo divides by its deviation, dr_grpo does not, rloo leaves
-    the sample itself out, maxrl divides by the mean of rewards that are at least 0), over the batch (reinforce_pp), by
-    a critic (gae), or by your own function of a group's rewards, `package.module:function`. none: rewards are not
-    learned from, only distillation."""
+    """How rewards become advantages: within the group (grpo divides by its deviation, dr_grpo does not, rloo leaves the
+    sample itself out, maxrl divides by the mean), over the batch (reinforce_pp), by a critic (gae), or by your own
+    `package.module:function`. none: distillation alone."""
     credit: Literal["episode", "turns"] = Field(default="episode")
-    """What an advantage is of: the whole `episode`, or each of its `turns`, by the rewards from it on, less the mean of
-    those of the group's other episodes from the same turn on (with advantage = "rloo", which does so for one turn)."""
+    """What an advantage is of: the whole `episode`, or each of its `turns`, by the rewards from it on (with advantage =
+    "rloo")."""
     discount: Annotated[float, Field(gt=0, le=1)] = Field(default=1.0)
     """With credit = "turns": what a reward counts one turn before."""
     overlong: tuple[Share, NonNegativeFloat] = Field(default=(0.0, 1.0))
@@ -102,13 +99,11 @@ class RuleSettings(Section):
     """Share of the policy itself in what it is compared with, (1 − skew) × teacher + skew × policy: bounds what a token
     costs that the teacher finds impossible. 0: the teacher alone."""
     distillation_top_k: int = Field(default=0, ge=0, le=64)
-    """How many of its most probable tokens a teacher gives at each position: instead of an advantage, distillation times
-    the KL from teacher to policy over these tokens and all others together is added to the loss. 0: only the logprob of
-    the sampled token."""
+    """How many of its most probable tokens a teacher gives at each position, over which the KL from teacher to policy
+    is added to the loss instead of an advantage. 0: only the logprob of the sampled token."""
     imitation: NonNegativeFloat = Field(default=0.0)
     """Weight of the loss of demonstrations, trained in the same steps as problems: those datasets of data.path of which
-    every row has a completion. The loss of a step is that of its samples plus this times the mean cross-entropy of its
-    demonstrations, each over its own count. 0: completions are columns like any other."""
+    every row has a completion. 0: completions are columns like any other."""
     kl: KlSettings = Field(default=KlSettings())
     """A penalty on the distance to the reference."""
     reference: Literal["trainer", "reward"] = Field(default="trainer")

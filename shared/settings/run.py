@@ -164,9 +164,6 @@ class CoordinatorSettings(Section):
     `penstock up` makes one, `token` in the run's folder. It is required if `host` is not a loopback address."""
     read_token_file: OptionalPath = Field(default=None)
     """File whose first line is a bearer token that may only read."""
-    generate_token: bool = Field(default=True)
-    """Whether `penstock up` makes a token if `token_file` is empty. Without a token, every user of this machine may
-    operate the run."""
     autostart: bool = Field(default=True)
     """Whether the run starts as soon as its services are ready; otherwise it waits for `penstock resume`."""
     sample_every_steps: PositiveInt = Field(default=5)

@@ -1,7 +1,7 @@
 """``[trainer]`` and ``[trainer.store]``; AWS's own tools find the credentials of object storage."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
@@ -107,13 +107,11 @@ class TrainerSettings(Section):
     per sample if trainer.packing computes it so."""
     packing: Literal["auto", "rows", "sequences"] = Field(default="auto")
     """How sequences pass through the model. `rows`: a group's prompt is computed once, its completions beside it.
-    `sequences`: each prompt and completion separately; exact for every causal model, slower with long prompts. `auto`:
-    rows if the model's layers are known to keep packed sequences
-    apart, else sequences, with a warning."""
+    `sequences`: each prompt and completion separately; exact for every causal model, slower. `auto`: rows if the
+    model's layers are known to keep them apart."""
     kernels: Literal["auto", "torch", "liger"] = Field(default="auto")
-    """Norms, rotary embeddings and gated MLPs on a GPU: by torch, or by Liger's fused kernels (extra fused-kernels).
-    `auto`: Liger's if installed and if they know the model. With `torch`, logprobs are computed by torch as well, and
-    FlashAttention 4 (extra flash-attention) is not used."""
+    """Norms, rotary embeddings and gated MLPs on a GPU: by torch (then also logprobs and attention), or by Liger's
+    fused kernels (extra fused-kernels). `auto`: Liger's if installed and if they know the model."""
     logits: Literal["model", "float32"] = Field(default="model")
     """Type of logits of bfloat16 hidden states, also in the reward service's reference. `model`: the model's, as in
     vLLM; `float32`: exact logprobs, where the others are rounded (docs/algorithms.md)."""
@@ -132,12 +130,11 @@ class TrainerSettings(Section):
     """Newest checkpoints that are kept, in the run's folder and in trainer.store, besides pinned ones. With 2 or
     more, a damaged newest one costs no step."""
     signing_key_file: OptionalPath = Field(default=None)
-    """File with a secret key of the run, at least 32 characters, that signs each checkpoint; unsigned ones, in the
-    run's folder or in trainer.store, are then refused. Several keys, one per line: the first signs, all are
-    accepted. Without it, anyone who can write there controls the training."""
+    """File with a secret key of the run, at least 32 characters, that signs each checkpoint; unsigned ones are then
+    refused. Several keys, one per line: the first signs, all are accepted."""
     store: StoreSettings = Field(default=StoreSettings())
     """Object storage that checkpoints are copied to."""
-    max_skipped_steps: NonNegativeInt = Field(default=3)
+    max_skipped_steps: ClassVar[int] = 3
     """Consecutive batches with a non-finite loss or gradient that are skipped (dropped:nonfinite); one more pauses the
     run."""
 

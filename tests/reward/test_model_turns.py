@@ -17,12 +17,11 @@ from hypothesis import strategies as st
 
 from penstock.services.reward import reference
 from penstock.services.reward.failures import Failures
-from penstock.services.reward.models import backlog, call_watch
-from penstock.services.reward.models.backlog import Flight, is_due
+from penstock.services.reward.models import call_watch, turns
 from penstock.services.reward.models.batcher import Batcher, NoRoom
 from penstock.services.reward.models.call_watch import CallWatch
 from penstock.services.reward.models.placement import Placed
-from penstock.services.reward.models.turns import ModelTurns
+from penstock.services.reward.models.turns import Flight, ModelTurns, is_due
 from penstock.services.reward.scorers import reward_model
 from penstock.services.reward.scorers.reward_model import RewardModel
 from penstock.services.reward.scoring import Scoring
@@ -128,7 +127,7 @@ async def test_groups_of_which_each_waits_for_another_model_complete_a_batch_tog
     bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     notes = Notes(), Notes()
-    monkeypatch.setattr(backlog, "_LEAST_QUIET_S", TTL_S)
+    monkeypatch.setattr(turns, "_LEAST_QUIET_S", TTL_S)
     async with taking_turns(bus) as run, batching(notes[0], run) as first, batching(notes[1], run) as second:
         await until(lambda: not run.lease.held)
         await run.put(*range(4))
@@ -224,7 +223,7 @@ async def test_groups_wait_until_they_complete_a_batch_then_one_turn_scores_them
     bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     notes = Notes()
-    monkeypatch.setattr(backlog, "_LEAST_QUIET_S", TTL_S)
+    monkeypatch.setattr(turns, "_LEAST_QUIET_S", TTL_S)
     async with taking_turns(bus) as run, batching(notes, run) as batcher:
         await until(lambda: notes.moves == ["offload"], timeout_s=PATIENCE_S)
         await run.left()

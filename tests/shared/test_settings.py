@@ -107,7 +107,7 @@ def test_a_flag_without_a_value_is_refused(tmp_path: Path) -> None:
         ('[run]\ndeterministic = "run"\n[algorithm]\nmax_lag = 2', 'expected algorithm.max_lag = 0 with run.deterministic = "run", found 2'),
         ('[run]\ndeterministic = "run"\n[rollout]\nengine = "vllm"\n[algorithm]\nmax_lag = 0', 'expected the engine "transformers" with run.deterministic = "run", found "vllm"'),
         ('[weights]\ntransport = "carrier pigeon"', "weights.transport: expected 'pull' or 'file', found 'carrier pigeon': change weights.transport"),
-        ("[weights]\nkeep = 1", "weights.keep: expected greater than or equal to 2, found 1: change weights.keep"),
+        ("[weights]\nkeep = 5", "weights.keep no longer exists: use nothing: the newest four snapshots are kept"),
     ],
 )  # fmt: skip
 def test_a_wrong_setting_is_a_sentence_that_names_it(tmp_path: Path, text: str, sentence: str) -> None:
@@ -199,7 +199,7 @@ def test_an_expression_that_names_no_scorer_is_refused_by_every_service() -> Non
 
 
 def test_a_replaced_setting_with_its_default_comes_from_an_earlier_run_and_is_left_out() -> None:
-    assert loads("[weights]\nprobe_gap_nats = 0.05\nkeep = 5", "test").weights.keep == 5
+    assert loads("[weights]\nprobe_gap_nats = 0.05\nkeep = 4\nprobe_margin = 5", "test").weights.probe_margin == 5
 
 
 @pytest.mark.parametrize("key", REPLACED)

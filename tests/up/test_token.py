@@ -137,20 +137,6 @@ async def test_a_link_of_the_command_line_opens_a_session_once(up: Up) -> None:
     end(up)
 
 
-async def test_a_run_may_go_without_a_token_and_a_resume_of_it_may_have_one(up: Up) -> None:
-    up.start(str(up.folder / "run.toml"), "--coordinator.generate_token", "false")
-    await until(lambda: up.ready("coordinator-0"))
-    url = await url_of(up)
-    assert httpx.get(f"{url}/v1/run", timeout=PATIENCE_S).status_code == 200
-    assert penstock("page", "--run", str(up.run_folder)).stdout == f"{url}/\n"
-    assert f"page: {url}/\n" in end(up)
-    assert not (up.run_folder / "token").exists()
-    up.start("resume", "--resume", str(up.run_folder), "--coordinator.generate_token", "true")
-    await until(lambda: up.ready("coordinator-0"))
-    assert httpx.get(f"{await url_of(up)}/v1/run", timeout=PATIENCE_S).status_code == 401
-    end(up)
-
-
 def test_a_token_in_a_runs_folder_that_others_can_read_is_refused(up: Up) -> None:
     up.run_folder.mkdir(parents=True)
     (up.run_folder / "token").write_text("0" * 64)

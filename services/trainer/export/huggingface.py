@@ -112,7 +112,7 @@ def _refusal(settings: Settings, version: PolicyVersion, known: Collection[Polic
     why = "; ".join(reasons) or "no snapshot and no checkpoint holds it"
     return (
         f"there are no weights of version {version} of run {settings.run.id} ({why}). Versions that can be "
-        f"exported: {there}. weights.keep and trainer.keep_last set how many are kept"
+        f"exported: {there}. trainer.keep_last sets how many checkpoints are kept"
     )
 
 

@@ -390,7 +390,7 @@ class Driver:
             self._skipped = 0
             await self._pause(
                 f"guard nonfinite: expected at most {most} batches in a row that "
-                f"are not finite (trainer.max_skipped_steps), found one more; the last: {skipped.reason}: lower "
+                f"are not finite, found one more; the last: {skipped.reason}: lower "
                 "trainer.learning_rate, or roll back, then resume"
             )
 

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from penstock.shared.errors import SettingsError
 from penstock.shared.files.durable import write_whole
 from penstock.shared.settings.reading.explanations import Problem, explanation, located, meant
-from penstock.shared.settings.reading.replaced import drop_defaults
+from penstock.shared.settings.reading.replaced import REPLACED, drop_defaults
 from penstock.shared.settings.root import Settings
 from penstock.shared.text.redaction import SECRET_NAME, redact
 
@@ -116,7 +116,7 @@ def _check_values(value: object, key: str, name: str, depth: int = 0) -> None:
         )
     elif isinstance(value, float) and not math.isfinite(value):
         raise SettingsError(f"{name}: expected a finite number in {key}, found {value}: change {key}")
-    elif isinstance(value, str) and value and SECRET_NAME.fullmatch(key.rpartition(".")[2]):
+    elif isinstance(value, str) and value and SECRET_NAME.fullmatch(key.rpartition(".")[2]) and key not in REPLACED:
         raise SettingsError(
             f"{name}: expected no secret among the settings, which are written to files, but {key} is a secret: "
             f"remove it, and give it by the "

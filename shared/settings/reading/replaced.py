@@ -9,6 +9,7 @@ REPLACED: dict[str, tuple[object, str]] = {
     "algorithm.dual_clip": (0.0, "a third number in algorithm.clip"),
     "algorithm.kl.target": (0.0, "algorithm.kl.coefficient, which stays as it is"),
     "algorithm.wait_s": (600.0, "algorithm.on_stale: a step waits at most ten minutes"),
+    "coordinator.generate_token": (True, "nothing: `penstock up` makes a token, which its commands read"),
     "guards.kl_nats": (1.0, "kl in guards.limits"),
     "guards.reference_kl_nats": (0.0, "reference_kl in guards.limits"),
     "guards.entropy_nats": (0.0001, "entropy in guards.limits"),
@@ -24,6 +25,8 @@ REPLACED: dict[str, tuple[object, str]] = {
     "reward.scorers[judge].requests_per_s": (0.0, "concurrency; the endpoint's Retry-After is obeyed"),
     "reward.scorers[judge].system": ("", "template"),
     "reward.scorers[model].normalise": ("none", "reward.expression"),
+    "trainer.max_skipped_steps": (3, "nothing: after three skipped batches in a row the run pauses"),
+    "weights.keep": (4, "nothing: the newest four snapshots are kept"),
     "weights.probe_gap_nats": (
         0.05,
         "weights.probe_margin, a multiple of what rounding changes in the model's own logprobs",
@@ -47,10 +50,10 @@ def replacement(key: str, kinds: Sequence[str]) -> str:
 def drop_defaults(values: dict[str, Any]) -> None:
     """Remove those with their default, which the settings file of an earlier run holds without anybody's choice.
 
-    >>> values = {"weights": {"probe_gap_nats": 0.05, "keep": 4}}
+    >>> values = {"weights": {"probe_gap_nats": 0.05, "kv": "keep"}}
     >>> drop_defaults(values)
     >>> values
-    {'weights': {'keep': 4}}
+    {'weights': {'kv': 'keep'}}
     """
     for key, (default, _) in REPLACED.items():
         path, _, name = key.rpartition(".")

@@ -37,10 +37,8 @@ class AnswerScorer(BaseScorer):
     tolerance: NonNegativeFloat = Field(default=1e-6)
     """Largest relative difference of equal decimals; whole numbers and fractions are exact."""
     lenient: tuple[LenientRule, ...] = Field(default=("case", "prose", "added_unit", "units"))
-    """Differences from the reference that are forgiven: `case` of words; an answer stated in `prose`; an `added_unit`
-    that the reference does not have; `units` that only one side has, or a percent sign that only the reference has;
-    `percent` signs and number `bases` that only one side has; `brackets` of points, sets and lists; the tolerance for `whole` numbers; `restating` the question, such as
-    12+34 for 46."""
+    """Differences from the reference that are forgiven (docs/rewards.md, "Leniency"): `case`, `prose`, `added_unit`,
+    `units`, `percent`, `bases`, `brackets`, `whole`, `restating`."""
     preset: AnswerPreset = Field(default="own")
     """Whose verdicts to reproduce: our `own`, by `lenient` and `tolerance`; `strict`, ours without leniency;
     `math-verify`, the library on the whole completion; `qwen-math`, the grader of Qwen2.5-Math's evaluation."""

@@ -242,7 +242,6 @@ OF_OPTIMIZER: dict[str, Any] = {
 NOT_OF_UPDATES = {
     "ranks", "nodes", "node", "rendezvous", "zero_stage", "gpus", "optimizer", "micro_batch_tokens", "packing", "kernels", "logits",
     "gradient_checkpointing", "offload", "deepspeed", "checkpoint_every_steps", "keep_last", "signing_key_file", "store",
-    "max_skipped_steps",
 }  # fmt: skip
 """Who computes, in how much memory, by which kernels, and what is kept: their tests are those of equal steps."""
 

@@ -34,6 +34,7 @@ from penstock.shared.errors import Fenced, SettingsError
 from penstock.shared.process.service import readiness
 from penstock.shared.process.telemetry import Status
 from penstock.shared.settings import Settings
+from penstock.shared.settings.trainer import TrainerSettings
 from tests.conftest import until
 from tests.support.driven import Driven, settings_of
 from tests.support.raw_redis import empty, raw
@@ -209,8 +210,11 @@ async def test_a_learning_rate_that_is_changed_while_the_trainer_waits_for_its_d
     assert report.metrics["learning_rate"] == 0.5
 
 
-async def test_more_in_a_row_than_allowed_pause_the_run_with_a_sentence(bus: Bus, tmp_path: Path) -> None:
-    driven, trained = await created(bus, tmp_path, max_skipped_steps=1)
+async def test_more_in_a_row_than_allowed_pause_the_run_with_a_sentence(
+    bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TrainerSettings, "max_skipped_steps", 1)
+    driven, trained = await created(bus, tmp_path)
     async with driven.running(lambda: driven.train(trained.engine)):
         await driven.feed(poison(batch(0)))
         await has(driven, "batch skipped")

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from penstock.services.rollout.engines.vllm.arguments import capture_sizes
+from penstock.services.rollout.engines.vllm.several.engine_set import Router
 from penstock.services.rollout.engines.vllm.several.gpu import NvmlGpu, sharing
 from penstock.services.rollout.engines.vllm.several.plan import Demand, EngineCount, Memory, by_load, upper_limit
-from penstock.services.rollout.engines.vllm.several.router import Router
 from penstock.shared.errors import SettingsError
 from penstock.shared.preflight import node
 from tests.conftest import need_module

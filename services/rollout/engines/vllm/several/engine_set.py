@@ -14,8 +14,9 @@ later one succeeds in all.
 
 import asyncio
 import contextlib
-from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Coroutine, Iterable, Sequence
+import hashlib
+from collections import OrderedDict, defaultdict
+from collections.abc import AsyncIterator, Awaitable, Coroutine, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from penstock.services.rollout.engines.engine import (
@@ -26,13 +27,48 @@ from penstock.services.rollout.engines.engine import (
     UpdateMode,
 )
 from penstock.services.rollout.engines.vllm.engine import VllmEngine
-from penstock.services.rollout.engines.vllm.several.router import Router
 from penstock.services.rollout.engines.vllm.swap_gate import SwapGate
 from penstock.shared.bus.messages import Float32Array, Int32Array, PolicyRecord, PolicyVersion
 from penstock.shared.errors import WeightsError
 from penstock.shared.process.memory_timeline import Held
 from penstock.shared.weights.receiver.puller import Puller
 from penstock.shared.weights.transport.offer import Offer
+
+_PROMPTS = 4096
+
+
+class Router:
+    """Counts outstanding samples per engine; an engine that has read the prompt may have ``slack`` more than others."""
+
+    def __init__(self, engines: int, slack: int = 0) -> None:
+        self._slack = slack
+        self.outstanding = [0] * engines
+        self._engine_of: OrderedDict[bytes, int] = OrderedDict()
+
+    @contextlib.contextmanager
+    def turn(self, prompt_token_ids: Int32Array, samples: int) -> Iterator[int]:
+        """Yield the engine for a group, whose ``samples`` count as outstanding meanwhile."""
+        engine = self._choose(hashlib.blake2b(prompt_token_ids.tobytes(), digest_size=16).digest(), samples)
+        self.outstanding[engine] += samples
+        try:
+            yield engine
+        finally:
+            self.outstanding[engine] -= samples
+
+    def forget_prompts(self) -> None:
+        """Forget prompts, as new weights do not reuse the prefix cache."""
+        self._engine_of.clear()
+
+    def _choose(self, prompt: bytes, samples: int) -> int:
+        least = min(self.outstanding)
+        engine = self._engine_of.pop(prompt, None)
+        if engine is None or self.outstanding[engine] > least + max(samples, self._slack):
+            engine = self.outstanding.index(least)
+        self._engine_of[prompt] = engine
+        if len(self._engine_of) > _PROMPTS:
+            self._engine_of.popitem(last=False)
+        return engine
+
 
 R = TypeVar("R")
 _SLACK = 16

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import dataclasses
 import os
+import threading
 from collections.abc import AsyncIterator
 from typing import Any, Literal
 
@@ -18,10 +19,53 @@ from penstock.services.rollout.engines.vllm.multihost.hosts import Hosts
 from penstock.services.rollout.engines.vllm.several import plan
 from penstock.services.rollout.engines.vllm.several.engine_set import EngineSet
 from penstock.services.rollout.engines.vllm.several.gpu import NvmlGpu, sharing
-from penstock.services.rollout.engines.vllm.several.metrics import SharedStatistics
 from penstock.services.rollout.engines.vllm.several.plan import Demand, EngineCount
 from penstock.services.rollout.engines.vllm.start import open_vllm
 from penstock.shared.bus.messages import Sampling
+
+
+class SharedStatistics:
+    """vLLM's Prometheus logger for all ``engines``; each AsyncLLM would replace it."""
+
+    def __init__(self, engines: int) -> None:
+        self._engines = engines
+        self._config: Any = None
+        self._logger: Any = None
+        self._lock = threading.Lock()
+
+    def grow(self, engines: int) -> None:
+        self._engines, self._logger = engines, self._opened(self._config, engines)
+
+    def factory(self, engine: int) -> type:
+        from vllm.v1.metrics.loggers import PrometheusStatLogger
+
+        shared = self
+
+        class EngineStatistics(PrometheusStatLogger):  # type: ignore[misc]
+            def __init__(self, vllm_config: Any, engine_indexes: list[int] | None = None) -> None:
+                shared._open(vllm_config)
+
+            def record(self, *statistics: Any, **named: Any) -> None:
+                shared._logger.record(*statistics, **{**named, "engine_idx": engine})
+
+            def log_engine_initialized(self) -> None:
+                pass
+
+        return EngineStatistics
+
+    def _open(self, config: Any) -> None:
+        with self._lock:
+            if self._logger is None:
+                self._config, self._logger = config, self._opened(config, self._engines)
+
+    @staticmethod
+    def _opened(config: Any, engines: int) -> Any:
+        from vllm.v1.metrics.loggers import PrometheusStatLogger
+
+        logger = PrometheusStatLogger(config, list(range(engines)))
+        logger.log_engine_initialized()
+        return logger
+
 
 _PROMPT_TOKENS, _NEW_TOKENS, _GROUP = 16, 1024, 8
 _WARM_UP_S = 2.0
