@@ -66,10 +66,6 @@ def check_gpus(settings: Settings, memory_bytes: Sequence[float]) -> None:
         return
     work = workload_of(settings)
     _refuse("the trainer", _trainer(settings, work), max(memory_bytes))
-    whole = Component("weights", work.policy_bytes, "use GPUs with more memory")
-    _refuse(
-        "the whole policy, which each rank of the trainer loads before it keeps a part,", [whole], max(memory_bytes)
-    )
     if not settings.kind.generates:
         return
     _refuse("an engine", _engine(settings, work), max(memory_bytes))

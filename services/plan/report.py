@@ -33,8 +33,6 @@ class Plan:
     def run_file(self, candidate: Candidate) -> str:
         """Return the run's TOML file with this layout. Raises SettingsError: this version does not support it."""
         planner = self.planner
-        if planner.work.policy_bytes > planner.cluster.gpu.memory_bytes:
-            raise SettingsError("each rank of a trainer loads the whole policy onto its GPU before it keeps a part")
         if candidate.layout.placement == "shared" and planner.cluster.nodes > 1:
             raise SettingsError("trainer and replicas take turns on one host alone")
         text = tomli_w.dumps(_run_values(self.settings, candidate, planner.cluster))

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import os
-import re
 from pathlib import Path
 
 import pytest
@@ -73,14 +72,6 @@ def test_gathering_weights_takes_longer_than_small_micro_batches_compute() -> No
 
 def test_the_plan_and_the_trainer_gather_the_same_layers_as_a_whole() -> None:
     assert rates._MOST_WHOLE == whole_layers.MOST_NUMBERS
-
-
-def test_the_docs_say_how_long_a_decoding_step_of_a_small_model_is_planned_without_a_calibration() -> None:
-    said = re.search(r"with (\d+) and (\d+) sequences took\s.+?, and ([\d.]+) and ([\d.]+) are planned", DOCS, re.S)
-    assert said is not None
-    sequences, planned_ms = map(int, said.groups()[:2]), said.groups()[2:]
-    of_h100 = [decode_seconds(work(), parse_cluster("1xH100"), 1, 1, count) for count in sequences]
-    assert tuple(f"{1e3 * seconds:.1f}" for seconds in of_h100) == planned_ms
 
 
 @given(st.sampled_from([64, 256, 1024]), st.floats(0.5, 2.0))

@@ -16,7 +16,7 @@ from penstock.services.coordinator.records.jsonl import BoundedLines, every_seco
 from penstock.shared.bus import streams
 from penstock.shared.bus.bus import Bus
 from penstock.shared.bus.encoding import wire
-from penstock.shared.bus.messages import Experience, SampleScores, Score, ScoreStatus, StepReport
+from penstock.shared.bus.messages import Experience, PolicyVersion, SampleScores, Score, ScoreStatus, StepReport
 from penstock.shared.bus.stores.policy.ledger import Ledger
 from tests.conftest import PATIENCE_S
 from tests.coordinator.api.test_page import served
@@ -106,7 +106,9 @@ async def test_rollouts_of_an_ended_run_are_read_from_its_folder_as_they_were_li
     folder = parts.api.folder
     for step in (1, 2):
         await bus.append(streams.JOURNAL, {"step": str(step), "data": wire.encode(group(step, trick=11))})
-        report = StepReport(step, step, 1.8e9 + step, 16, {"logprob_gap": 0.25 * step, "reward_mean": 0.5}, {"0": 16})
+        report = StepReport(
+            step, PolicyVersion(step), 1.8e9 + step, 16, {"logprob_gap": 0.25 * step, "reward_mean": 0.5}, {"0": 16}
+        )
         await bus.publish(streams.STEPS, report)
         await parts.recorder.catch_up()
     (folder / "settings.toml").write_text("run.steps = 2\n")

@@ -141,7 +141,7 @@ class _Streamed:
         weight = self._present.get(tensor.untyped_storage().data_ptr())
         if weight is None:
             return tensor
-        return _Part(weight, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())
+        return _Part(weight, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
     def unpack(self, saved: "Tensor | _Part") -> Tensor:
         if isinstance(saved, Tensor):
