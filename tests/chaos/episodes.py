@@ -17,6 +17,7 @@ import torch
 from penstock.shared.bus.bus import Bus
 from penstock.shared.bus.stores.replicas.heartbeats import heartbeats
 from tests.chaos.run import Run
+from tests.conftest import until
 from tests.support.guessing import KEYS
 from tests.support.stormy_agent import living_hosts, played
 
@@ -83,6 +84,13 @@ def _is_agents(pid: int, folder: Path) -> bool:
         return False
 
 
+def _is_gone(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+    except psutil.Error:
+        return True
+
+
 class EpisodeFaults:
     """Faults of ``run``, whose agent records its keys in ``folder``."""
 
@@ -129,7 +137,7 @@ class EpisodeFaults:
         before, pid = await self._redrawn(), await self._pid(name)
         hosts, since_s = living_hosts(self._folder), time.monotonic()
         os.kill(pid, signal.SIGKILL)
-        await self._pid(name, other_than=pid)
+        await until(lambda: _is_gone(pid))
         hosts, until_s = hosts | living_hosts(self._folder), time.monotonic()
         await self._run.more_steps(self._bus, 1)
         redrawn = int(await self._redrawn() - before)

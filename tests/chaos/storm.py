@@ -21,6 +21,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 
 from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.keys import NO_ENDINGS
 from penstock.shared.bus.stores.policy.ledger import ENDED, Ledger
 from penstock.shared.bus.stores.policy.policies import PolicyState
 from tests.chaos import episodes
@@ -331,7 +332,7 @@ async def _figures(bus: Bus, run: Run, raging: Storm, watcher: Watcher, seed: in
         groups_trained=counts.get("trained", 0),
         groups_undone=counts.get("undone", 0),
         groups_redone=watcher.redone,
-        groups_lost=status.cursor - sum(count for name, count in counts.items() if name != "requeued"),
+        groups_lost=status.cursor - sum(count for name, count in counts.items() if name not in NO_ENDINGS),
         versions=len(records),
         batches_watched=len(watcher.batches),
         reward_first=round(statistics.mean(rewards[:_FIRST_STEPS]), 4),
