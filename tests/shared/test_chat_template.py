@@ -60,11 +60,13 @@ def test_parts_of_a_conversation_are_asked_for_at_once_and_are_what_each_is_alon
     template = "{% for turn in messages %}<{{ loop.length if loop.first else '' }}{{ turn.content }}>{% endfor %}{{ '…' if add_generation_prompt }}"
     turns = [{"role": "user", "content": f"{n} ☃"} for n in range(4)]
     other = {"role": "tool", "content": "x"}
-    asked = list[bytes]()
-    renderer = chat_template._Renderer
-    monkeypatch.setattr(
-        renderer, "_ask", lambda self, question, ask=renderer._ask: asked.append(question) or ask(self, question)
-    )
+    asked, ask = list[bytes](), chat_template._Renderer._ask
+
+    def noted(renderer: Any, question: bytes) -> dict[str, Any]:
+        asked.append(question)
+        return ask(renderer, question)
+
+    monkeypatch.setattr(chat_template._Renderer, "_ask", noted)
     views = [View(4, answers=True), View(3, other), View(2), View(0, other, answers=True)]
     texts = ["<40 ☃><1 ☃><2 ☃><3 ☃>…", "<40 ☃><1 ☃><2 ☃><x>", "<20 ☃><1 ☃>", "<1x>…"]
     assert render_views(tokenizer(template), turns, views) == texts
