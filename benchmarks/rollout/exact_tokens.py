@@ -1,10 +1,12 @@
 """Whether every sampled token of episodes is handed over as the engine drew it, whatever clients send back.
 
     python -m benchmarks.rollout.exact_tokens --tokens 1000000
+    python -m benchmarks.rollout.exact_tokens --tokens 100000 --engine vllm
 
 Chat templates of eight families × seven kinds of history, over the gateway's HTTP in three dialects in turn, and a replica's
 listener for turns. The engine is scripted: texts in tokens unlike those of their encoding, with random logprobs, versions that
-change within a turn, and supports. What is compared is each sampled token of the group as its reader decodes it: what it
+change within a turn, and supports. Or it is a real one, whose weights are updated meanwhile; then the trainer's logprobs of
+the same tokens are compared, too (:mod:`benchmarks.rollout.tapped_engines`). What is compared is each sampled token of the group as its reader decodes it: what it
 saw, id, logprob, version, support. The last line is one JSON object.
 """
 
@@ -13,7 +15,9 @@ import asyncio
 import collections
 import dataclasses
 import json
+import math
 import random
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -35,7 +39,7 @@ from penstock.services.rollout.episode_turns import TurnListener
 from penstock.shared.bus import embedded
 from penstock.shared.bus.bus import Bus
 from penstock.shared.bus.encoding import wire
-from penstock.shared.bus.messages import FinishReason, PolicyVersion, Purpose, RolloutGroup, Sample
+from penstock.shared.bus.messages import FinishReason, PolicyVersion, Purpose, RolloutGroup, Sample, Sampling
 from penstock.shared.process.telemetry import Presence, Status
 from penstock.shared.reasoning import KNOWN
 from penstock.shared.settings import Settings
@@ -48,19 +52,27 @@ Draw = tuple[Any, ...]
 """What was seen, ids, logprobs, versions, and supports of a turn."""
 
 
-class Engine:
-    """Draws at random for ``name``'s template, and remembers each draw of the episode."""
+class ScriptedEngine:
+    """Draws at random for ``name``'s template, and remembers each draw."""
 
     version = PolicyVersion(3)
 
     def __init__(self, name: str, seed: int) -> None:
-        self.tokenizer, self.lot = family(name), random.Random(seed)
+        self.name, self.tokenizer, self.lot = name, family(name), random.Random(seed)
         self.stop = self.tokenizer.convert_tokens_to_ids(STOP[name])
         self.thinks = "<think>" in self.tokenizer.get_vocab()
-        self.draws: list[Draw] = []
+        self.draws = collections.Counter[Draw]()
+        """Those that no group has handed over yet."""
         self.turns = self.other_tokens = 0
 
-    async def draw(self, request: GenerationRequest, least: PolicyVersion, purpose: Purpose) -> GeneratedGroup:
+    def sampling(self, given: Sampling, number: int) -> Sampling:
+        return dataclasses.replace(given, max_new_tokens=4096)
+
+    def note(self, sample: Sample) -> None:
+        """Its logprobs are of no model."""
+
+    def text_ids(self) -> list[int]:
+        """Return the tokens of an answer, which its text alone would encode otherwise."""
         text = " ".join(self.lot.choices(WORDS, k=self.lot.randrange(40, 120)))
         if self.lot.random() < 0.6:
             text += f' <tool_call>\n{{"name": "add", "arguments": {{"a":  {self.lot.randrange(99)}, "b": "x"}}}}\n</tool_call>'
@@ -68,9 +80,12 @@ class Engine:
             text = f"<think>\n{' '.join(self.lot.choices(WORDS, k=20))}\n</think>\n\n{text}"
         cuts = sorted(self.lot.sample(range(1, len(text)), 12))
         pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-        ids = [token for piece in pieces for token in self._encode(piece)]
+        return [token for piece in pieces for token in self._encode(piece)]
+
+    async def draw(self, request: GenerationRequest, least: PolicyVersion, purpose: Purpose) -> GeneratedGroup:
+        ids = self.text_ids()
         self.turns += 1
-        self.other_tokens += ids != self._encode(text)
+        self.other_tokens += ids != self._encode(self.tokenizer.decode(ids))
         token_ids = np.array([*ids, *([self.stop] if self.lot.random() < 0.9 else [])], dtype=np.int32)
         count, lot = len(token_ids), np.random.default_rng(self.lot.randrange(1 << 30))
         logprobs = -lot.exponential(1.0, count).astype(np.float32)
@@ -81,7 +96,7 @@ class Engine:
         supports = np.array([each for row in rows for each in row], dtype=np.int32)
         versions = np.where(np.arange(count) < changed, spans[0, 1], spans[1, 1])
         saw = request.prompt_token_ids
-        self.draws.append(drawn(saw, token_ids, logprobs, versions, sizes, supports))
+        self.draws[drawn(saw, token_ids, logprobs, versions, sizes, supports)] += 1
         sample = GeneratedSample(token_ids, logprobs, spans, FinishReason.STOP, sizes, supports)
         return GeneratedGroup((sample,), time.time(), time.time())
 
@@ -180,8 +195,11 @@ class Items(Client):
         return items
 
 
-async def play(client: Client, kind: str, lot: random.Random) -> None:
-    """Converse for :data:`TURNS` turns; every second history is of ``kind``, the others are verbatim."""
+async def play(client: Client, kind: str, lot: random.Random) -> int:
+    """Converse for :data:`TURNS` turns; every second history is of ``kind``, the others are verbatim. Return how many answers
+    called a tool.
+    """
+    called = 0
     for turn in range(TURNS):
         now = kind if turn % 2 else "verbatim"
         said = client.said(await client.ask(client.items))
@@ -195,7 +213,10 @@ async def play(client: Client, kind: str, lot: random.Random) -> None:
         if now == "compacted":
             client.items = [client.user(f"so far: {json.dumps(said)[:300]}"), client.user("what now?")]
             continue
-        client.items += [*client.changed(said, now), *(client.results(said) or [client.user("go on <|eot_id|>")])]
+        results = client.results(said)
+        called += bool(results)
+        client.items += [*client.changed(said, now), *(results or [client.user("go on <|eot_id|>")])]
+    return called
 
 
 # ---------------------------------------------------------------- comparison
@@ -205,7 +226,8 @@ def handed_over(sample: Sample) -> list[Draw]:
     """Return what each sampled segment of a sample is, as its reader has it."""
     segments, ids = sample.segments, sample.token_ids
     ends = [*segments[1:, 0].tolist(), len(ids)]
-    offsets = np.concatenate([[0], np.cumsum(sample.support_sizes)])
+    sizes = sample.support_sizes if len(sample.support_sizes) else np.zeros(len(ids), np.int32)
+    offsets = np.concatenate([[0], np.cumsum(sizes)])
     paths: list[Any] = []
     draws = []
     for (start, parent, is_sampled), end in zip(segments.tolist(), ends, strict=True):
@@ -225,78 +247,103 @@ class Measured:
     wrong: int = 0
     episodes: int = 0
     turns: int = 0
-    other_tokens: int = 0
+    calls: int = 0
+    """Answers that called a tool."""
 
 
-async def measure(url: str, name: str, tokens: int, seed: int) -> dict[str, Measured]:
-    """Play episodes of each kind with one family's template until ``tokens`` were sampled in each."""
+async def measure(url: str, engine: Any, tokens: int, ends_s: float) -> dict[str, Measured]:
+    """Play episodes of each kind with one family's template until ``tokens`` were sampled in each, or the time is over."""
     settings = Settings.model_validate({"episodes": {"agent": "a:run"}, "run": {"host": "127.0.0.1"}})
-    engine, status = Engine(name, seed), Status()
-    bus = await Bus.connect(url, name, wait_s=10.0)
+    status = Status()
+    bus = await Bus.connect(url, engine.name, wait_s=60.0)
     context = replicas.context(settings, bus, "rollout-0", status)
     await context.secret.refresh()
     status.version, status.state = engine.version, "working"
-    listener = TurnListener(context, engine, CharacterCodec(), engine.draw)  # type: ignore[arg-type]
+    listener = TurnListener(context, engine, CharacterCodec(), engine.draw)
     known = Replicas(bus, context.secret)
     gateway = Gateway("127.0.0.1:0", context.secret, "policy", 1 << 20)
     renderer = Renderer(engine.tokenizer)
     parser = AnswerParser(engine.tokenizer, KNOWN if renderer.writes_reasoning else {})
-    beats = Presence(bus, "rollout", "rollout-0", 0.2, status)
+    beats = Presence(bus, "rollout", "rollout-0", 0.5, status)
     running = [
         asyncio.create_task(each) for each in (listener.run(), known.run(), gateway.run(), beats.run(asyncio.Event()))
     ]
     measured = {kind: Measured() for kind in KINDS}
+
+    async def play_kind(kind: str, row: Measured) -> None:
+        while row.tokens < tokens and time.monotonic() < ends_s:
+            await _episode(row, kind, engine, known, gateway, renderer, parser)
+            print(engine.name, kind, row.tokens, row.wrong, file=sys.stderr)
+
     try:
-        for kind, row in measured.items():
-            while row.tokens < tokens:
-                await _episode(row, kind, engine, known, gateway, renderer, parser)
+        await asyncio.gather(*(play_kind(kind, row) for kind, row in measured.items()))
     finally:
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
         await bus.close()
-    return measured
+    rest = sum(count * len(draw[1]) // 4 for draw, count in engine.draws.items() if count > 0)
+    return {**measured, "not handed over": Measured(wrong=rest)}
 
 
 async def _episode(
     row: Measured,
     kind: str,
-    engine: Engine,
+    engine: Any,
     known: Replicas,
     gateway: Gateway,
     renderer: Renderer,
     parser: AnswerParser,
 ) -> None:
     made = builders.prompt(row.episodes)
-    prompt = dataclasses.replace(made, sampling=dataclasses.replace(made.sampling, max_new_tokens=4096))
-    engine.draws, turns, other_tokens = [], engine.turns, engine.other_tokens
-    limits = Limits(turns=200, context_tokens=1 << 20, deadline_s=3600.0)
+    prompt = dataclasses.replace(made, sampling=engine.sampling(made.sampling, row.episodes))
+    limits = Limits(
+        turns=200, context_tokens=8000 if prompt.sampling.max_new_tokens < 4096 else 1 << 20, deadline_s=3600.0
+    )
     episode = Episode(prompt, renderer, parser, Drawing(prompt, known).draw, limits)
     dialect = (Client, Messages, Items)[row.episodes % 3]
     with gateway.visited(episode) as key:
         async with httpx.AsyncClient(
             base_url=gateway.url, headers={"authorization": f"Bearer {key}"}, timeout=600.0, trust_env=False
         ) as http:
-            await play(dialect(http), kind, engine.lot)
+            row.calls += await play(dialect(http), kind, engine.lot)
     whole = RolloutGroup(prompt, np.zeros(0, np.int32), (episode.sample(1.0),), "episodes-0", 0.0, 1.0)
     (sample,) = wire.decode(wire.encode(whole), RolloutGroup).samples
-    differing = collections.Counter(engine.draws)
-    differing.subtract(handed_over(sample))
+    await asyncio.to_thread(engine.note, sample)
     row.tokens += int(sample.sampled.sum())
-    row.wrong += sum(abs(count) * len(draw[1]) // 4 for draw, count in differing.items())
     row.episodes += 1
-    row.turns += engine.turns - turns
-    row.other_tokens += engine.other_tokens - other_tokens
+    for draw in handed_over(sample):
+        row.turns += 1
+        row.wrong += 0 if engine.draws[draw] else len(draw[1]) // 4
+        engine.draws[draw] -= 1
 
 
-async def main(url: str, tokens: int, families: Sequence[str]) -> dict[str, Any]:
+async def main(url: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Return the totals, and of each family and kind how many tokens differ."""
-    each = -(-tokens // (len(families) * len(KINDS)))
-    tables = await asyncio.gather(*(measure(url, name, each, seed) for seed, name in enumerate(families)))
-    measured = dict(zip(families, tables, strict=True))
+    families, kind = options.families, options.engine
+    if kind == "scripted":
+        return await _total(url, options, [ScriptedEngine(name, seed) for seed, name in enumerate(families)])
+    from benchmarks.rollout.tapped_engines import CHANGE, TappedEngine, opened
+
+    async with opened(kind, families, folder, options.policy, options.update_s) as versions:
+        total = await _total(url, options, [TappedEngine(name, seed, versions) for seed, name in enumerate(families)])
+    mismatches = {
+        name: {"tokens": each.tokens, "kl": each.kl, "most_nats": each.most}
+        for name, each in versions.mismatches.items()
+        if each.tokens
+    }
+    return {"engine": kind, "updates": versions.swaps, "change": CHANGE, **total, "mismatch": mismatches}
+
+
+async def _total(url: str, options: argparse.Namespace, engines: Sequence[Any]) -> dict[str, Any]:
+    each = -(-options.tokens // (len(engines) * len(KINDS)))
+    ends_s = time.monotonic() + options.seconds
+    tables = await asyncio.gather(*(measure(url, engine, each, ends_s) for engine in engines))
+    measured = {engine.name: kinds for engine, kinds in zip(engines, tables, strict=True)}
     rows = [row for kinds in measured.values() for row in kinds.values()]
-    total = {name: sum(getattr(row, name) for row in rows) for name in ("tokens", "wrong", "episodes", "turns")}
-    other = sum(row.other_tokens for row in rows) / total["turns"]
+    names = ("tokens", "wrong", "episodes", "turns", "calls")
+    total = {name: sum(getattr(row, name) for row in rows) for name in names}
+    other = sum(engine.other_tokens for engine in engines) / total["turns"]
     return {
         **total,
         "texts_that_encode_otherwise": round(other, 3),
@@ -310,6 +357,12 @@ if __name__ == "__main__":
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--tokens", type=int, default=1_000_000)
     options.add_argument("--families", nargs="*", default=sorted(STOP))
+    options.add_argument("--engine", choices=("scripted", "transformers", "vllm"), default="scripted")
+    options.add_argument(
+        "--update-s", type=float, default=2.0, help="seconds between versions of a real engine; 0: none"
+    )
+    options.add_argument("--seconds", type=float, default=math.inf, help="after which no episode begins")
+    options.add_argument("--policy", type=Path, help="where a real engine's taught policy is, or is written")
     arguments = options.parse_args()
     with tempfile.TemporaryDirectory() as folder, embedded.serving(Path(folder) / "valkey") as url:
-        print(json.dumps(asyncio.run(main(url, arguments.tokens, arguments.families))))
+        print(json.dumps(asyncio.run(main(url, arguments, Path(folder)))))

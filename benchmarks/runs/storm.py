@@ -25,6 +25,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=6)
     parser.add_argument("--shared", action="store_true", help="trainer and replica use one device in turn")
     parser.add_argument("--episodes", action="store_true", help="an agent plays episodes")
+    parser.add_argument("--forked", action="store_true", help="processes that start in less time than a user's")
     parser.add_argument("--folder", type=Path, default=None, help="keep the run here; default: it is removed")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.WARNING)
@@ -38,6 +39,7 @@ def main() -> None:
                 seconds=arguments.seconds,
                 shared=arguments.shared,
                 with_episodes=arguments.episodes,
+                forked=arguments.forked,
             )
         )
     print(json.dumps({"benchmark": "storm", "cpus": os.cpu_count(), **dataclasses.asdict(figures)}))

@@ -16,8 +16,8 @@ from penstock.shared.errors import WeightsError
 PROMPT_TOKENS, GROUP = 64, 16
 
 
-async def replica(connection: Connection, options: Options) -> None:
-    """Serve until the pipe closes."""
+async def opened(options: Options) -> Any:
+    """Return an engine that has no weights yet."""
     from penstock.services.rollout.engines.vllm import arguments as vllm_arguments
     from penstock.services.rollout.engines.vllm import start as vllm_start
 
@@ -42,7 +42,12 @@ async def replica(connection: Connection, options: Options) -> None:
         deadline_s=options.deadline_s,
     )
     engine.share_secret(SECRET)
-    player = _Replica(engine, options)
+    return engine
+
+
+async def replica(connection: Connection, options: Options) -> None:
+    """Serve until the pipe closes."""
+    player = Replica(await opened(options), options)
     answers: Answers = {
         "describe": player.describe,
         "pull": player.pull,
@@ -58,11 +63,13 @@ async def replica(connection: Connection, options: Options) -> None:
         await player.close()
 
 
-class _Replica:
+class Replica:
+    """An engine that pulls; :meth:`close` it."""
+
     def __init__(self, engine: Any, options: Options) -> None:
         from penstock.shared.weights.receiver.puller import Puller
 
-        self._engine = engine
+        self.engine = self._engine = engine
         self._options = options
         self._puller = Puller(engine.place, engine.ranks, options.deadline_s, lambda: SECRET)
         self._tasks: list[asyncio.Task[None]] = []
@@ -148,7 +155,7 @@ class _Replica:
 
     def seen(self) -> dict[str, Any]:
         """Return the generated tokens, and the watched sequence's times."""
-        return {"at_s": time.monotonic(), "tokens": _generated_tokens(), "token_times_s": list(self._token_times_s)}
+        return {"at_s": time.monotonic(), "tokens": generated_tokens(), "token_times_s": list(self._token_times_s)}
 
     async def compare(self) -> list[int | None]:
         """Return each rank's count of differing copies; None: no plan."""
@@ -209,7 +216,8 @@ def _packs_by_update() -> bool:
     return "packed" in {field.name for field in dataclasses.fields(NCCLWeightTransferUpdateInfo)}
 
 
-def _generated_tokens() -> float:
+def generated_tokens() -> float:
+    """Return the tokens that this process's engine has generated."""
     from prometheus_client import REGISTRY
 
     samples_of_metrics = (metric.samples for metric in REGISTRY.collect() if metric.name == "vllm:generation_tokens")

@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     shape = args.shape or ("7b" if on_gpu else "tiny")
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        _configure(folder, SHAPES[shape])
+        configure(folder, SHAPES[shape])
         options = Options(
             folder=folder,
             device=args.device,
@@ -84,7 +84,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 # ---------------------------------------------------------------- processes
 
 
-def _configure(folder: Path, shape: Mapping[str, Any]) -> None:
+def configure(folder: Path, shape: Mapping[str, Any]) -> None:
+    """Write the configuration of a Qwen2."""
     config: dict[str, Any] = {
         "architectures": ["Qwen2ForCausalLM"],
         "model_type": "qwen2",

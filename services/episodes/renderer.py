@@ -10,11 +10,13 @@ Text from outside never becomes a control token: where a message spells one, its
 a tokenizer that has none.
 """
 
-import bisect
+import hashlib
 import json
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,11 +25,12 @@ from penstock.services.episodes.messages import Message, call, writable
 from penstock.shared.bus.messages import Int32Array
 from penstock.shared.errors import PermanentError, SettingsError
 from penstock.shared.model.rendering import chat_template
+from penstock.shared.model.rendering.chat_template import View
 from penstock.shared.model.tokenizer import Tokenizer
 
 Tools = Sequence[Mapping[str, Any]]
 _RECENT = 512
-"""Renderings that are kept: siblings, and a turn and the next one, share some."""
+"""Ids that are kept: siblings, and answers to one question, share some."""
 _ANSWER, _BECAUSE = "0815", "4711"
 
 
@@ -45,10 +48,11 @@ class Renderer:
             )
         self._tokenizer = tokenizer
         self._arguments = dict(arguments or {})
-        self._plain, self._control = _without_control_tokens(tokenizer)
+        self._backend, self._plain, self._control = _without_control_tokens(tokenizer)
         self._nonce = f"xq{secrets.token_hex(8)}x"
         self._places = re.compile(f"{self._nonce}([0-9]+)x")
-        self._recent: dict[str, str] = {}
+        self._recent: OrderedDict[bytes, Int32Array | None] = OrderedDict()
+        self._keeping = threading.Lock()
         self._reads_clock = "strftime_now" in str(tokenizer.chat_template)
         self._calls_as_text = self._reads_calls_as_text()
         self._end, self.writes_reasoning = self._end_of_answer()
@@ -57,11 +61,18 @@ class Renderer:
     def whole(self, messages: Sequence[Message], tools: Tools, at_s: float | None = None) -> Int32Array:
         """Return the ids of a conversation, up to where the policy answers. Raises PermanentError."""
         hidden: dict[str, int] = {}
-        try:
-            text = self._render(self._hide(messages, hidden), tools, hidden, at_s, answers=True)
-        except chat_template.TemplateFailed as error:
-            raise PermanentError(f"the chat template cannot render these messages: {error}") from error
-        return np.array(self._encode(text, hidden), dtype=np.int32)
+        turns = self._hide(messages, hidden)
+
+        def ids() -> Int32Array:
+            try:
+                (text,) = self._render(turns, [View(len(turns), answers=True)], tools, hidden, at_s)
+            except chat_template.TemplateFailed as error:
+                raise PermanentError(f"the chat template cannot render these messages: {error}") from error
+            return np.array(self._encode(text, hidden), dtype=np.int32)
+
+        whole = self._kept((turns, list(hidden), list(tools), at_s if self._reads_clock else None), ids)
+        assert whole is not None
+        return whole
 
     def after(
         self, messages: Sequence[Message], answered: int, tools: Tools, last_id: int, at_s: float | None = None
@@ -74,18 +85,34 @@ class Renderer:
             return None
         hidden: dict[str, int] = {}
         turns = self._hide(messages, hidden)
+
+        def ids() -> Int32Array | None:
+            return self._after(turns, answered, tools, last_id, at_s, messages[answered - 1].reasoning.strip(), hidden)
+
+        own = answered, last_id, at_s if self._reads_clock else None
+        return self._kept((turns, list(hidden), list(tools), *own), ids)
+
+    def _after(
+        self,
+        turns: Sequence[Any],
+        answered: int,
+        tools: Tools,
+        last_id: int,
+        at_s: float | None,
+        reasoning: str,
+        hidden: dict[str, int],
+    ) -> Int32Array | None:
         other = {**turns[answered], "content": "1" if str(turns[answered]["content"]).startswith("0") else "0"}
+        views = [View(len(turns), answers=True), View(answered, other if self._end else None)]
+        views += [View(answered - 1)] if answered > 1 else []
         try:
-            before = "" if answered == 1 else self._render(turns[: answered - 1], tools, hidden, at_s)
-            text = self._render(turns, tools, hidden, at_s, answers=True)
-            varied = self._render([*turns[:answered], other] if self._end else turns[:answered], tools, hidden, at_s)
+            text, varied, before = [*self._render(turns, views, tools, hidden, at_s), ""][:3]
         except chat_template.TemplateFailed:
             return None
         if self._end:
-            end = text.rfind(self._end, len(before), _common(text, varied))
+            end = text.rfind(self._end, len(before), chat_template.common(text, varied))
         else:
             end = len(varied) if text.startswith(varied) else -1
-        reasoning = messages[answered - 1].reasoning.strip()
         if not text.startswith(before) or end < 0 or reasoning not in text[len(before) : end]:
             return None
         ids, ending = self._encode(text[end:], hidden), self._encode(self._end, hidden)
@@ -103,7 +130,7 @@ class Renderer:
         """Return whether the template reads the arguments of calls as JSON text only, as DeepSeek's does."""
         asked = [Message("user", "2").for_template(), Message("assistant", calls=(call("f", {"a": 1}),)).for_template()]
         try:
-            self._render(asked, (), {}, None)
+            self._render(asked, [View(len(asked))], (), {}, None)
         except chat_template.TemplateFailed:
             return True
         return False
@@ -112,7 +139,7 @@ class Renderer:
         """Return what follows an answer, and whether its reasoning precedes it."""
         turns = [Message("user", "2"), Message("assistant", _ANSWER, reasoning=_BECAUSE)]
         try:
-            text = self._render([turn.for_template() for turn in turns], (), {}, None)
+            (text,) = self._render([turn.for_template() for turn in turns], [View(len(turns))], (), {}, None)
         except chat_template.TemplateFailed as error:
             raise SettingsError(
                 f"the chat template of the tokenizer cannot render an answer ({error}): change policy.tokenizer"
@@ -125,20 +152,25 @@ class Renderer:
         return end, _BECAUSE in before
 
     def _render(
-        self, turns: Sequence[Any], tools: Tools, hidden: dict[str, int], at_s: float | None, *, answers: bool = False
-    ) -> str:
+        self, turns: Sequence[Any], views: Sequence[View], tools: Tools, hidden: dict[str, int], at_s: float | None
+    ) -> list[str]:
         given = {"tools": self._hide_value(list(tools), hidden)} if tools else {}
         arguments = {**self._arguments, **given}
-        key = json.dumps([turns, arguments, answers, at_s if self._reads_clock else None], default=str)
-        text = self._recent.pop(key, None)
-        if text is None:
-            text = chat_template.render(
-                self._tokenizer, turns, add_generation_prompt=answers, arguments=arguments, at_s=at_s
-            )
-        self._recent[key] = text
-        if len(self._recent) > _RECENT:
-            self._recent.pop(next(iter(self._recent)), None)
-        return text
+        return chat_template.render_views(self._tokenizer, turns, views, arguments=arguments, at_s=at_s)
+
+    def _kept(self, asked: object, ids: Callable[[], Int32Array | None]) -> Int32Array | None:
+        """Return the ids of what was asked before, or ``ids()``."""
+        key = hashlib.blake2b(json.dumps(asked, default=str).encode(), digest_size=32).digest()
+        with self._keeping:
+            if key in self._recent:
+                self._recent.move_to_end(key)
+                return self._recent[key]
+        made = ids()
+        with self._keeping:
+            self._recent[key] = made
+            if len(self._recent) > _RECENT:
+                self._recent.popitem(last=False)
+        return made
 
     def _hide(self, messages: Sequence[Message], hidden: dict[str, int]) -> list[dict[str, Any]]:
         turns = (message.for_template(as_text=self._calls_as_text) for message in messages)
@@ -159,20 +191,20 @@ class Renderer:
         ids, texts = list[int](), list(hidden)
         for place, part in enumerate(self._places.split(text)):
             if place % 2:
-                ids += self._plain.encode(texts[int(part)], add_special_tokens=False).ids
+                ids += _ids(self._plain, texts[int(part)])
             elif part:
-                ids += self._tokenizer(part, add_special_tokens=False)["input_ids"]
+                ids += _ids(self._backend, part)
         return ids
 
 
-def _common(left: str, right: str) -> int:
-    """Return the length of the longest common prefix."""
-    lengths = range(1, min(len(left), len(right)) + 1)
-    return bisect.bisect_left(lengths, True, key=lambda length: left[:length] != right[:length])
+def _ids(backend: Any, text: str) -> list[int]:
+    """Return the ids of a text, without the offsets that cost a third of the time."""
+    (encoded,) = backend.encode_batch_fast([text], add_special_tokens=False)
+    return list(encoded.ids)
 
 
-def _without_control_tokens(tokenizer: Tokenizer) -> tuple[Any, "re.Pattern[str]"]:
-    """Return a tokenizer that has no added token, and the pattern of their texts. Raises SettingsError."""
+def _without_control_tokens(tokenizer: Tokenizer) -> tuple[Any, Any, "re.Pattern[str]"]:
+    """Return a tokenizer's own encoder, one that has no added token, and the pattern of their texts. Raises SettingsError."""
     from tokenizers import Tokenizer as Backend
 
     added = getattr(tokenizer, "added_tokens_decoder", {})
@@ -191,4 +223,4 @@ def _without_control_tokens(tokenizer: Tokenizer) -> tuple[Any, "re.Pattern[str]
                 "change policy.tokenizer"
             )
     longest_first = sorted(control.values(), key=len, reverse=True)
-    return plain, re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+    return backend, plain, re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")

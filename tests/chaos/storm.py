@@ -17,10 +17,11 @@ import signal
 import statistics
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 
 from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.keys import NO_ENDINGS
 from penstock.shared.bus.stores.policy.ledger import ENDED, Ledger
 from penstock.shared.bus.stores.policy.policies import PolicyState
 from tests.chaos import episodes
@@ -62,6 +63,8 @@ class Figures:
     batches_watched: int
     reward_first: float
     reward_last: float
+    episodes: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """Of agents' records: turns, and kills of replicas with the turns in progress then, and those drawn again."""
 
 
 class Storm:
@@ -116,18 +119,11 @@ class Storm:
         """Strike also what plays episodes, and leave out what is the same without."""
         kept = ("kill reward", "kill trainer", "kill the leader", "kill the bus", "cut", "roll back")
         self._faults = {name: self._faults[name] for name in kept} | {
-            "kill rollout": lambda: self._kill_drawing(faults),
+            "kill rollout": lambda: faults.kill_replica(self._one("rollout")),
             "kill episodes": lambda: faults.kill_gateway(self._one("episodes")),
             "kill a host": lambda: faults.kill_host(self._one("episodes")),
             "freeze episodes": lambda: self._freeze("episodes", _CLAIM_S),
         }
-
-    async def _kill_drawing(self, faults: episodes.EpisodeFaults) -> None:
-        before = await faults.redrawn()
-        await self._kill("rollout")
-        await self._run.more_steps(self._bus, 1)
-        redrawn = await faults.redrawn() - before
-        assert redrawn <= faults.most_in_progress, f"{redrawn} turns were drawn again after a kill"
 
     async def rage(self, *, seconds: float = math.inf, rounds: float = math.inf) -> None:
         """Strike for ``seconds``, or with every fault ``rounds`` times."""
@@ -301,8 +297,9 @@ async def storm(
             await run.more_steps(bus, 5)
             run.join("coordinator", "coordinator-spare")
             raging = Storm(run, server, proxy, bus, watcher, seed, shared=shared)
-            if with_episodes:
-                raging.strike_episodes(episodes.EpisodeFaults(run, bus, folder))
+            faults = episodes.EpisodeFaults(run, bus, folder) if with_episodes else None
+            if faults:
+                raging.strike_episodes(faults)
             started_s = time.monotonic()
             await raging.rage(seconds=seconds, rounds=rounds)
             raged_s = time.monotonic() - started_s
@@ -312,9 +309,8 @@ async def storm(
                 await run.more_steps(bus, 5)
             await run.stop()
         assert (await Ledger(bus).status()).state in ENDED
-        if with_episodes:
-            episodes.audit_evaluations(run.folder)
-        return await _figures(bus, run, raging, watcher, seed, raged_s)
+        figures = await _figures(bus, run, raging, watcher, seed, raged_s)
+        return dataclasses.replace(figures, episodes=await faults.audit() if faults else {})
 
 
 async def _figures(bus: Bus, run: Run, raging: Storm, watcher: Watcher, seed: int, seconds: float) -> Figures:
@@ -336,7 +332,7 @@ async def _figures(bus: Bus, run: Run, raging: Storm, watcher: Watcher, seed: in
         groups_trained=counts.get("trained", 0),
         groups_undone=counts.get("undone", 0),
         groups_redone=watcher.redone,
-        groups_lost=status.cursor - sum(count for name, count in counts.items() if name != "requeued"),
+        groups_lost=status.cursor - sum(count for name, count in counts.items() if name not in NO_ENDINGS),
         versions=len(records),
         batches_watched=len(watcher.batches),
         reward_first=round(statistics.mean(rewards[:_FIRST_STEPS]), 4),

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from penstock.shared.model.rendering import chat_template
-from penstock.shared.model.rendering.chat_template import TemplateEndless, TemplateFailed, render
+from penstock.shared.model.rendering.chat_template import TemplateEndless, TemplateFailed, View, render, render_views
 
 TURNS = [{"role": "user", "content": "12+34="}]
 NESTED = "{% for a in range(99999) %}{% for b in range(99999) %}{{ a }}{% endfor %}{% endfor %}"
@@ -52,3 +52,28 @@ def test_a_template_is_rendered_as_its_library_does_it_with_the_given_clock() ->
         TURNS, add_generation_prompt=True, tokenize=False, more="on", strftime_now=lambda form: "1970"
     )
     assert by_us == by_them == '1970 [{"role": "user", "content": "12+34="}]goon'
+
+
+def test_parts_of_a_conversation_are_asked_for_at_once_and_are_what_each_is_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    template = "{% for turn in messages %}<{{ loop.length if loop.first else '' }}{{ turn.content }}>{% endfor %}{{ '…' if add_generation_prompt }}"
+    turns = [{"role": "user", "content": f"{n} ☃"} for n in range(4)]
+    other = {"role": "tool", "content": "x"}
+    asked, ask = list[bytes](), chat_template._Renderer._ask
+
+    def noted(renderer: Any, question: bytes) -> dict[str, Any]:
+        asked.append(question)
+        return ask(renderer, question)
+
+    monkeypatch.setattr(chat_template._Renderer, "_ask", noted)
+    views = [View(4, answers=True), View(3, other), View(2), View(0, other, answers=True)]
+    texts = ["<40 ☃><1 ☃><2 ☃><3 ☃>…", "<40 ☃><1 ☃><2 ☃><x>", "<20 ☃><1 ☃>", "<1x>…"]
+    assert render_views(tokenizer(template), turns, views) == texts
+    assert len(asked) == 1
+    alone = [[*turns[: view.turns], *([view.last] if view.last else [])] for view in views]
+    again = [
+        render(tokenizer(template), part, add_generation_prompt=view.answers)
+        for part, view in zip(alone, views, strict=True)
+    ]
+    assert again == texts

@@ -79,14 +79,16 @@ def add(a: int, b: int) -> int:
     return a + b
 
 
-async def recording_agent(task: Any, base_url: str, api_key: str, secret: int, folder: str) -> float:
-    """Guess by plain HTTP, four times at most; record the key."""
+async def recording_agent(task: Any, base_url: str, api_key: str, secret: int, folder: str, hooks: Any = None) -> float:
+    """Guess by plain HTTP, four times at most; record the key. ``hooks``: of the client's requests and answers."""
     import httpx
 
     with (Path(folder) / KEYS.format(os.getpid())).open("a") as file:
         file.write(f"{base_url} {api_key}\n")
     messages: list[Any] = [{"role": "user", "content": task}]
-    async with httpx.AsyncClient(base_url=base_url, timeout=600.0, verify=False, trust_env=False) as client:
+    async with httpx.AsyncClient(
+        base_url=base_url, timeout=600.0, verify=False, trust_env=False, event_hooks=hooks
+    ) as client:
         for _ in range(4):
             body = {"messages": messages, "tools": [TOOL]}
             answer = await client.post("/chat/completions", json=body, headers={"x-api-key": api_key})

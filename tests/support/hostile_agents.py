@@ -11,11 +11,12 @@ from typing import Any
 import httpx
 
 MANY = 200
+_OLD = 20
 
 
-async def hostile(task: str, base_url: str, api_key: str, do: str, folder: str) -> float:
-    """Do what the row says; return a reward."""
-    async with httpx.AsyncClient(base_url=base_url, timeout=600.0, trust_env=False) as client:
+async def hostile(task: str, base_url: str, api_key: str, do: str, folder: str, hooks: Any = None) -> float:
+    """Do what the row says; return a reward. ``hooks``: of the client's requests and answers."""
+    async with httpx.AsyncClient(base_url=base_url, timeout=600.0, trust_env=False, event_hooks=hooks) as client:
         client.headers["x-api-key"] = api_key
         result: float = await globals()[f"_{do}"](
             client, {"messages": [{"role": "user", "content": task}]}, Path(folder)
@@ -35,7 +36,8 @@ async def _hang(client: httpx.AsyncClient, asked: Any, folder: Path) -> float:
 
 async def _flood(client: httpx.AsyncClient, asked: Any, folder: Path) -> float:
     """Return the share of requests at a time that were answered or refused as too many."""
-    asking = [client.post("/chat/completions", json={**asked, "n": 8}) for _ in range(MANY)]
+    headers = {"x-answers": "8"}
+    asking = [client.post("/chat/completions", json={**asked, "n": 8}, headers=headers) for _ in range(MANY)]
     statuses = [answer.status_code for answer in await asyncio.gather(*asking)]
     return sum(status in (200, 429) for status in statuses) / MANY
 
@@ -103,4 +105,4 @@ async def _set_reward(client: httpx.AsyncClient, asked: Any, folder: Path) -> fl
 
 
 def _old(folder: Path) -> list[str]:
-    return [path.read_text() for path in folder.glob("key-*")]
+    return [path.read_text() for path in sorted(folder.glob("key-*"))[-_OLD:]]

@@ -142,7 +142,7 @@ class Gateway:
             return _refused(429, f"expected at most {_AT_A_TIME} requests of an episode at a time, found more")
         async with visitor.room:
             try:
-                body = await _body(request)
+                content, body = await _body(request)
                 path = str(request.url.path)
                 if path.endswith("/count_tokens"):
                     asked = _DIALECTS["/v1/messages"].read(body)
@@ -150,7 +150,7 @@ class Gateway:
                     return JSONResponse({"input_tokens": counted})
                 dialect = _DIALECTS[path]
                 question = dialect.read(body)
-                name, is_retry = _name(request, body)
+                name, is_retry = _name(request, content)
                 answers = await self._draw(visitor, question, name, is_retry=is_retry)
             except (BadRequest, PermanentError, ClientDisconnect) as error:
                 return _refused(400, str(error))
@@ -201,9 +201,9 @@ _NOTHING = Answer(
 )
 
 
-async def _body(request: Request) -> Mapping[str, Any]:
+async def _body(request: Request) -> tuple[bytes, Mapping[str, Any]]:
     """Raises BadRequest."""
-    content = b""
+    content = bytearray()
     async for part in request.stream():
         content += part
         if len(content) > _LARGEST_BODY:
@@ -214,14 +214,14 @@ async def _body(request: Request) -> Mapping[str, Any]:
         raise BadRequest(f"expected JSON, found other content: {error}") from error
     if not isinstance(body, dict):
         raise BadRequest("expected a JSON object, found another value")
-    return body
+    return bytes(content), body
 
 
-def _name(request: Request, body: Mapping[str, Any]) -> tuple[str, bool]:
+def _name(request: Request, content: bytes) -> tuple[str, bool]:
     """Return what names a request and its retries, and whether it may be one."""
     key = request.headers.get("idempotency-key")
-    text = json.dumps(body, sort_keys=True) if key is None else key
-    name = hashlib.sha256(f"{request.url.path}\n{text}".encode(errors="replace")).hexdigest()
+    named = content if key is None else key.encode()
+    name = hashlib.sha256(request.url.path.encode() + b"\n" + named).hexdigest()
     return name, key is not None or request.headers.get("x-stainless-retry-count", "0") != "0"
 
 

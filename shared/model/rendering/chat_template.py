@@ -2,15 +2,19 @@
 
 ::
 
-    standard input   a JSON object per line: template, turns, add_generation_prompt, arguments, at_s (or null), cpu_s
-    standard output  {"text": "…"} or {"error": "…"} per line
+    standard input   a JSON object per line: template, turns, views, arguments, at_s (or null), cpu_s
+    standard output  {"texts": [[n, "…"], …]} or {"error": "…"} per line: each text after the first begins with n characters
+                     of the first
 
-The process may use ``_CPU_S`` seconds of CPU time for a rendering and ``_MEMORY_BYTES`` more than it has after its
+The process may use ``_CPU_S`` seconds of CPU time for a text and ``_MEMORY_BYTES`` more than it has after its
 imports. Each process that renders has one; it ends with its standard input.
 """
 
 import atexit
+import bisect
 import contextlib
+import dataclasses
+import fcntl
 import functools
 import json
 import os
@@ -33,6 +37,8 @@ _STARVED_S = 60.0
 _MEMORY_BYTES = 512 * 1024**2
 _LONGEST_TEXT = 16 * 1024**2
 _LONGEST_ERROR = 1_000
+_PIPE_BYTES = 1 << 20
+"""A long conversation is written and read at once, not in turns of both processes."""
 _LIBRARY = "transformers.tokenization_utils_base"
 
 
@@ -44,6 +50,15 @@ class TemplateEndless(TemplateFailed):
     """The rendering was killed."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class View:
+    """The first ``turns`` of a conversation, and ``last`` after them; ``answers``: up to where the policy answers."""
+
+    turns: int
+    last: Mapping[str, Any] | None = None
+    answers: bool = False
+
+
 def render(
     tokenizer: Any,
     turns: Sequence[Mapping[str, Any]],
@@ -53,7 +68,21 @@ def render(
     arguments: Mapping[str, Any] | None = None,
     at_s: float | None = None,
 ) -> str:
-    """Return the text of a conversation by a tokenizer's template, or by ``template``.
+    """Return the text of a conversation by a tokenizer's template, or by ``template``. Raises as :func:`render_views` does."""
+    views = [View(len(turns), answers=add_generation_prompt)]
+    return render_views(tokenizer, turns, views, template=template, arguments=arguments, at_s=at_s)[0]
+
+
+def render_views(
+    tokenizer: Any,
+    turns: Sequence[Mapping[str, Any]],
+    views: Sequence[View],
+    *,
+    template: str | None = None,
+    arguments: Mapping[str, Any] | None = None,
+    at_s: float | None = None,
+) -> list[str]:
+    """Return the texts of parts of a conversation by a tokenizer's template, or by ``template``.
 
     Args:
         at_s: what ``strftime_now`` tells, seconds since the epoch; default: its own time.
@@ -67,26 +96,39 @@ def render(
         clock = {} if at_s is None else {"strftime_now": datetime.fromtimestamp(at_s, UTC).strftime}
         own = {} if template is None else {"chat_template": template}
         try:
-            return str(
-                tokenizer.apply_chat_template(
-                    list(turns),
-                    add_generation_prompt=add_generation_prompt,
-                    tokenize=False,
-                    return_dict=False,
-                    **{**own, **clock, **(arguments or {})},
+            return [
+                str(
+                    tokenizer.apply_chat_template(
+                        _seen(turns, view.turns, view.last),
+                        add_generation_prompt=view.answers,
+                        tokenize=False,
+                        return_dict=False,
+                        **{**own, **clock, **(arguments or {})},
+                    )
                 )
-            )
+                for view in views
+            ]
         except (TemplateError, ValueError, TypeError, KeyError, IndexError) as error:
             raise TemplateFailed(str(error)) from error
     question = {
         "template": tokenizer.get_chat_template(template),
         "turns": list(turns),
-        "add_generation_prompt": add_generation_prompt,
+        "views": [dataclasses.astuple(view) for view in views],
         "arguments": {**tokenizer.special_tokens_map, **(arguments or {})},
         "at_s": at_s,
-        "cpu_s": _CPU_S,
+        "cpu_s": _CPU_S * len(views),
     }
     return _renderer(os.getpid()).render(json.dumps(question, default=str).encode() + b"\n")
+
+
+def common(left: str, right: str) -> int:
+    """Return the length of the longest common prefix."""
+    lengths = range(1, min(len(left), len(right)) + 1)
+    return bisect.bisect_left(lengths, True, key=lambda length: left[:length] != right[:length])
+
+
+def _seen(turns: Sequence[Any], count: int, last: Any) -> list[Any]:
+    return [*turns[:count], *([] if last is None else [last])]
 
 
 @functools.lru_cache(1)
@@ -104,7 +146,7 @@ class _Renderer:
         self._turn = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
 
-    def render(self, question: bytes) -> str:
+    def render(self, question: bytes) -> list[str]:
         with self._turn:
             try:
                 answer = self._ask(question)
@@ -113,9 +155,10 @@ class _Renderer:
                 raise
         if "error" in answer:
             raise TemplateFailed(answer["error"])
-        return answer["text"]
+        first = answer["texts"][0][1]
+        return [first[:count] + rest for count, rest in answer["texts"]]
 
-    def _ask(self, question: bytes) -> dict[str, str]:
+    def _ask(self, question: bytes) -> dict[str, Any]:
         if self._process is None or self._process.poll() is not None:
             self.close()
             self._process = _started()
@@ -127,7 +170,7 @@ class _Renderer:
             writing.flush()
             if not select.select([reading], [], [], _STARVED_S)[0]:
                 raise TemplateEndless(f"it did not end within {_STARVED_S:g} s")
-            answer: dict[str, str] = json.loads(reading.readline())
+            answer: dict[str, Any] = json.loads(reading.readline())
         except (ValueError, ConnectionError) as error:
             if isinstance(error, TemplateEndless):
                 raise
@@ -145,7 +188,7 @@ class _Renderer:
 
 def _started() -> "subprocess.Popen[bytes]":
     environment = {name: os.environ[name] for name in FOR_PYTHON if name in os.environ}
-    return subprocess.Popen(
+    process = subprocess.Popen(
         (sys.executable, "-m", "penstock.shared.model.rendering.chat_template"),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -154,26 +197,34 @@ def _started() -> "subprocess.Popen[bytes]":
         start_new_session=True,
         cwd=Path(__file__).parents[4],
     )
+    for pipe in (process.stdin, process.stdout):
+        with contextlib.suppress(OSError, AttributeError):  # another system than Linux, or its limit
+            fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)  # type: ignore[arg-type]
+    return process
 
 
-def _answer(question: dict[str, Any]) -> dict[str, str]:
+def _answer(question: dict[str, Any]) -> dict[str, Any]:
     from transformers.utils.chat_template_utils import render_jinja_template
 
     clock = {}
     if question["at_s"] is not None:
         clock["strftime_now"] = datetime.fromtimestamp(question["at_s"], UTC).strftime
     try:
-        (text,), _ = render_jinja_template(
-            conversations=[question["turns"]],
-            chat_template=question["template"],
-            add_generation_prompt=question["add_generation_prompt"],
-            **{**clock, **question["arguments"]},
-        )
+        texts = [
+            render_jinja_template(
+                conversations=[_seen(question["turns"], turns, last)],
+                chat_template=question["template"],
+                add_generation_prompt=answers,
+                **{**clock, **question["arguments"]},
+            )[0][0]
+            for turns, last, answers in question["views"]
+        ]
     except Exception as error:  # noqa: BLE001 (the edge of the process: a template raises what it likes)
         return {"error": (str(error) or type(error).__name__)[:_LONGEST_ERROR]}
-    if len(text) > _LONGEST_TEXT:
-        return {"error": f"expected at most {_LONGEST_TEXT} characters, found {len(text)}"}
-    return {"text": text}
+    if (longest := max(map(len, texts))) > _LONGEST_TEXT:
+        return {"error": f"expected at most {_LONGEST_TEXT} characters, found {longest}"}
+    shared = [0, *(common(texts[0], text) for text in texts[1:])]
+    return {"texts": [(count, text[count:]) for count, text in zip(shared, texts, strict=True)]}
 
 
 def _serve() -> None:
