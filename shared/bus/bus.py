@@ -18,7 +18,7 @@ from penstock.shared.bus.assembly import part_of, split
 from penstock.shared.bus.client import connection
 from penstock.shared.bus.client.commands import Commands, block, rows, text
 from penstock.shared.bus.encoding import wire
-from penstock.shared.bus.keys import ASSEMBLY, COUNTS, GENERATING, key
+from penstock.shared.bus.keys import ASSEMBLY, COUNTS, GENERATING, PAYLOADS, key
 from penstock.shared.bus.messages import Prompt, RolloutGroup
 from penstock.shared.bus.streams import Row, Stream
 from penstock.shared.errors import BusUnavailable, MessageError
@@ -36,6 +36,7 @@ SWEPT = key("swept:<stream>", "string", "2 s", "who looked for silent consumers,
 CAUSES = key("causes", "hash", "until its entry leaves", "`<stream>:<entry>` → why its newest attempt failed")
 
 _PAGE_ENTRIES = 256
+_PAYLOADS_AT_ONCE = 16
 _GIVEN_BACK = "given-back"
 _LONGEST_REASON = 2000
 _AT_ONCE_MS = 86_400_000
@@ -266,17 +267,31 @@ class Bus(Commands):
         return await self._deliveries(stream, kind, taken)
 
     async def _deliveries(self, stream: Stream, kind: type[M], taken: Sequence[_Taken]) -> list[Delivery[M]]:
-        """Return entries, of parts with their groups' prompts, of which they have only the group."""
+        """Return entries: parts with their groups' prompts, experience with its payload, which they do not have."""
         prompts: dict[str, bytes | None] = {}
         if stream in streams.SAMPLE_STREAMS:
             groups = {text(fields.get(b"id", b"")) for *_, fields in taken if fields.get(b"part")}
             prompts = dict(zip(groups, await self.hmget(GENERATING, *groups), strict=True)) if groups else {}
+        apart = [entry for entry, *_, fields in taken if stream is streams.EXPERIENCE and not fields.get(b"data")]
+        payloads = await self.payloads(apart)
         deliveries: list[Delivery[M]] = []
         for entry_id, attempts, crashes, fields in taken:
             group_id, part = text(fields.get(b"id", b"")), text(fields.get(b"part", b"")) if prompts else ""
-            data = prompts[group_id] if part else fields.get(b"data")
+            data = prompts[group_id] if part else payloads.get(entry_id) or fields.get(b"data")
             deliveries.append(Delivery(stream, EntryId(entry_id), group_id, attempts, data or b"", kind, crashes, part))
         return deliveries
+
+    async def payloads(self, entries: Sequence[str]) -> dict[str, bytes]:
+        """Return what entries of ``experience`` carry, of those that have not left, or were committed since the checkpoint.
+
+        They are read few at a time: they are large.
+        """
+        known = dict[str, bytes]()
+        for start in range(0, len(entries), _PAYLOADS_AT_ONCE):
+            some = entries[start : start + _PAYLOADS_AT_ONCE]
+            answers = await self.hmget(PAYLOADS, *(f"{streams.EXPERIENCE.name}:{entry}" for entry in some))
+            known |= {entry: data for entry, data in zip(some, answers, strict=True) if data is not None}
+        return known
 
     async def tail(
         self, stream: Stream, kind: type[M], after: str, count: int, block_s: float | None
@@ -343,8 +358,8 @@ class Bus(Commands):
         del given["part"], given["entry_id"]
         entries = [word for delivery in deliveries for word in (delivery.part, delivery.entry_id)]
         answer = await self.script(
-            "hand_over", **given, output=output, payload=payload, cause=cause, audit_entries=self.audit_entries,
-            entries=entries,
+            "hand_over", **given, output=output, output_name=output.name, payload=payload, cause=cause,
+            audit_entries=self.audit_entries, entries=entries,
         )  # fmt: skip
         return int(answer)
 

@@ -15,7 +15,7 @@
     episodes       as prompts → episodes                      the same, of prompts with an environment
     rollouts       rollout → reward                           its Experience is published, in the same transaction
     experience     reward → trainer; of demonstrations:       its step is committed: moved to the journal; or its group is
-                   coordinator → trainer                      dropped, or requeued
+                   coordinator → trainer                      dropped, or requeued. What it carries is in `payloads`
     journal        trainer (commit) → trainer                 a checkpoint covers its step, or a rollback leaves its branch
     published      trainer (commit) → coordinator             its version is the head, in the same transaction
     policy         coordinator → all rollouts                 trimmed (broadcast; the newest entry is the head)
