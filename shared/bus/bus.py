@@ -33,6 +33,9 @@ CRASHES = key(
     "crashes", "hash", "until its entry leaves", "`<stream>:<entry>` → how many processes died while they held it"
 )
 SWEPT = key("swept:<stream>", "string", "2 s", "who looked for silent consumers, which no other does meanwhile")
+LEASES = key(
+    "leases:<stream>", "sorted set", "the run's", "consumer → until when what it holds is its own, Unix milliseconds"
+)
 CAUSES = key("causes", "hash", "until its entry leaves", "`<stream>:<entry>` → why its newest attempt failed")
 
 _PAGE_ENTRIES = 256
@@ -221,14 +224,16 @@ class Bus(Commands):
     async def reclaim(
         self, stream: Stream, kind: type[M], consumer: str, min_idle_s: float, count: int, *, suspect: bool = False
     ) -> list[Delivery[M]]:
-        """Take over entries given back, or not renewed for ``min_idle_s``.
+        """Take over entries given back, or held for ``min_idle_s`` by a consumer without a lease (:meth:`renew`).
 
         Args:
+            min_idle_s: 0 takes from any consumer.
             suspect: note on the latter that they may have killed their consumer.
         """
         reclaimed = self.script(
-            "reclaim", stream=stream, swept=SWEPT.of(stream.name), group=stream.group or "", consumer=consumer, count=count,
-            min_idle_ms=int(min_idle_s * 1000), given_back=_GIVEN_BACK, stream_name=stream.name, suspect=int(suspect),
+            "reclaim", stream=stream, swept=SWEPT.of(stream.name), leases=LEASES.of(stream.name), group=stream.group or "",
+            consumer=consumer, count=count, min_idle_ms=int(min_idle_s * 1000), given_back=_GIVEN_BACK,
+            stream_name=stream.name, suspect=int(suspect),
         )  # fmt: skip
         return await self._delivered(stream, kind, await self._unless_empty(reclaimed))
 
@@ -398,11 +403,12 @@ class Bus(Commands):
         del given["part"]
         return bool(await self.script("requeue", **given))
 
-    async def renew(self, stream: Stream, consumer: str, entries: Sequence[EntryId]) -> set[EntryId]:
-        """Renew ``entries``; return those still held."""
-        if not entries:
-            return set()
-        ours = await self.script("renew", stream=stream, group=stream.group or "", consumer=consumer, entries=entries)
+    async def renew(self, stream: Stream, consumer: str, lease_s: float) -> set[EntryId]:
+        """Keep what ``consumer`` holds from others for ``lease_s``; return all that it holds."""
+        ours = await self.script(
+            "renew", stream=stream, leases=LEASES.of(stream.name), group=stream.group or "", consumer=consumer,
+            lease_ms=int(lease_s * 1000),
+        )  # fmt: skip
         return {EntryId(text(entry)) for entry in ours}
 
     async def give_back(
@@ -427,8 +433,8 @@ class Bus(Commands):
         self, stream: Stream, consumer: str, entries: Sequence[EntryId], idle_ms: int, uncounted: int, receiver: str
     ) -> int:
         given = await self.script(
-            "give_back", stream=stream, group=stream.group or "", consumer=consumer, idle_ms=idle_ms,
-            uncounted=uncounted, receiver=receiver, entries=entries,
+            "give_back", stream=stream, leases=LEASES.of(stream.name), group=stream.group or "", consumer=consumer,
+            idle_ms=idle_ms, uncounted=uncounted, receiver=receiver, entries=entries,
         )  # fmt: skip
         return int(given)
 

@@ -182,9 +182,6 @@ class Model:
         assert newest_first == [data for _, data in reversed(self.journal)]
 
 
-
-
-
 @settings(max_examples=25)
 @given(st.lists(STEPS, max_size=40))
 def test_what_a_group_carries_is_there_until_it_leaves_and_not_after(server: Server, names: list[str]) -> None:
