@@ -48,7 +48,9 @@ async def through_redis_py(bus: Bus, group: RolloutGroup, groups: int) -> None:
         if number % TAKEN_AT_ONCE == TAKEN_AT_ONCE - 1:
             answer = await client.xreadgroup("reward", "a", {source: ">"}, count=TAKEN_AT_ONCE, block=1000)
             for entry, fields in answer[0][1]:
-                assert await hand_over(keys, ["reward", ROLLOUTS.name, fields[b"id"], scored, "", 0, EXPERIENCE.name, "", entry])
+                assert await hand_over(
+                    keys, ["reward", ROLLOUTS.name, fields[b"id"], scored, "", 0, EXPERIENCE.name, "", entry]
+                )
 
 
 async def measure(url: str, groups: int, rounds: int) -> dict[str, float | int | str]:

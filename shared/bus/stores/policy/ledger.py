@@ -457,10 +457,21 @@ class Ledger(Policies):
         promoted = await self._bus.script(
             "promote", group=streams.PUBLISHED.group or "", entry_id=delivery.entry_id, version=record.version,
             payload=wire.encode(update), policy_entries=streams.POLICY.max_entries or 0, term=self._term(),
+            digest=record.manifest_digest,
         )  # fmt: skip
         if promoted:
             await self.drop_probe(record.version)
         return bool(promoted)
+
+    async def knows(self, record: PolicyRecord) -> bool:
+        """Whether a version is not newer than the newest, and has its weights; a small question if it is the head."""
+        newest, head = await self._bus.hmget(RUN, "newest_version", "head_digest")
+        if newest is not None and record.version > int(newest):
+            return False
+        if head == f"{record.version} {record.manifest_digest}".encode():
+            return True
+        known = await self.policy(record.version)
+        return known is None or known.manifest_digest == record.manifest_digest
 
 
 def read_status(raw: Mapping[bytes, bytes]) -> RunStatus:
