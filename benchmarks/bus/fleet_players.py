@@ -33,7 +33,7 @@ class Decoding:
 
     def __init__(self, name: str, seconds: float, room: int, hurried: asyncio.Event) -> None:
         self._name, self._seconds, self._hurried = name, seconds, hurried
-        self._first = room // SAMPLES
+        self._first = room / SAMPLES
         self._lot = random.Random(name)
 
     async def alone(self, prompt: Prompt) -> RolloutGroup:
@@ -55,7 +55,7 @@ class Decoding:
             await hand_over(_part(prompt, tuple(sorted(ended))))
 
     def _draw(self) -> float:
-        if self._first > 0:
+        if self._first > 1e-6:
             self._first -= 1 / SAMPLES
             return self._seconds * self._lot.random()
         return self._seconds * self._lot.uniform(0.5, 1.5)
