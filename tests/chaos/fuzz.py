@@ -162,7 +162,7 @@ class Fuzz:
     async def harvest(self) -> None:
         for stream, kept in self._honest.items():
             for entry, fields in await raw(self._bus).xrange(self._bus.keys.of(stream), count=20):
-                if (stream, entry) not in self._sent and b"data" in fields:
+                if (stream, entry) not in self._sent and fields.get(b"data"):  # else it is in `payloads`
                     kept.append(dict(fields))
             del kept[:-40]
         journal = await with_payloads(self._bus, await self._bus.xrange(streams.JOURNAL, count=20))
