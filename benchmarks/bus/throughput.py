@@ -19,7 +19,7 @@ from benchmarks.bus.wire import make_experience, make_group
 from penstock.shared.bus import embedded
 from penstock.shared.bus.bus import CAUSES, CRASHES, Bus
 from penstock.shared.bus.encoding import wire
-from penstock.shared.bus.keys import ASSEMBLY, COUNTS, GENERATING
+from penstock.shared.bus.keys import ASSEMBLY, COUNTS, GENERATING, PAYLOADS, RUN
 from penstock.shared.bus.messages import RolloutGroup
 from penstock.shared.bus.streams import AUDIT, EXPERIENCE, ROLLOUTS
 from tests.support.raw_redis import raw, script_text
@@ -42,13 +42,15 @@ async def through_redis_py(bus: Bus, group: RolloutGroup, groups: int) -> None:
     sent, scored = wire.encode(group), wire.encode(make_experience(group))
     hand_over = client.register_script(script_text("hand_over"))
     keys = [source, output, bus.keys.of(GENERATING), bus.keys.of(ASSEMBLY.of(str(group.group_id)))]
-    keys += [bus.keys.of(key) for key in (CRASHES, CAUSES, COUNTS, AUDIT)]
+    keys += [bus.keys.of(key) for key in (CRASHES, CAUSES, COUNTS, AUDIT, RUN, PAYLOADS)]
     for number in range(groups):
         await client.xadd(source, {"id": str(group.group_id), "data": sent})
         if number % TAKEN_AT_ONCE == TAKEN_AT_ONCE - 1:
             answer = await client.xreadgroup("reward", "a", {source: ">"}, count=TAKEN_AT_ONCE, block=1000)
             for entry, fields in answer[0][1]:
-                assert await hand_over(keys, ["reward", ROLLOUTS.name, fields[b"id"], scored, "", 0, "", entry])
+                assert await hand_over(
+                    keys, ["reward", ROLLOUTS.name, fields[b"id"], scored, "", 0, EXPERIENCE.name, "", entry]
+                )
 
 
 async def measure(url: str, groups: int, rounds: int) -> dict[str, float | int | str]:

@@ -194,12 +194,8 @@ class Follower:
                     self._told.set()
 
     async def _exists(self, record: PolicyRecord) -> bool:
-        """Whether it is not newer than the ledger's newest version, and has its record's weights."""
-        ledger = Ledger(self._bus)
-        known, standing = await ledger.policy(record.version), await ledger.standing(0)
-        newest = standing.newest_version
-        exists = newest is None or record.version <= newest
-        if exists and (known is None or known.manifest_digest == record.manifest_digest):
+        """Whether it is a version of the ledger."""
+        if await Ledger(self._bus).knows(record):
             return True
         log.warning("update of a nonexistent version skipped", extra={"version": int(record.version)})
         return False

@@ -1,6 +1,5 @@
 """The version kept for an evaluation (``penstock.shared.bus.stores.policy.evaluations``), and the maximum time."""
 
-import asyncio
 import time
 from collections.abc import Awaitable, Callable
 
@@ -8,12 +7,14 @@ from prometheus_client import Gauge
 
 from penstock.shared.bus.bus import Bus
 from penstock.shared.bus.messages import PolicyVersion
-from penstock.shared.bus.stores.policy.evaluations import Holding, holding
+from penstock.shared.bus.stores.policy.evaluations import Holding, announced, holding
 
 HELD_VERSION = Gauge(
     "penstock_rollout_held_version", "The version that this replica keeps for an evaluation; -1: none."
 )
-_LOOK_S = 0.1
+_LOOK_S = 1.0
+"""Longest time between two looks: what changes is announced, but not by a bus that loses it."""
+_SOON_S = 0.01
 
 
 class Hold:
@@ -41,12 +42,14 @@ class Hold:
         self._seen = held
 
     async def run(self, changed: Callable[[], Awaitable[None]]) -> None:
-        """Poll forever; call ``changed`` after each change."""
+        """Follow what is announced, forever; call ``changed`` after each change."""
         told: PolicyVersion | None = None
+        after = await announced(self._bus)
         while True:
             await self.refresh()
             if self._untold or self.version != told:
                 told, self._untold = self.version, False
                 HELD_VERSION.set(-1 if told is None else told)
                 await changed()
-            await asyncio.sleep(_LOOK_S)
+            wait_s = _LOOK_S if told is None else min(_LOOK_S, max(_SOON_S, self._until_s - time.monotonic()))
+            after = await announced(self._bus, after, wait_s)

@@ -18,7 +18,7 @@ from penstock.shared.bus.assembly import part_of, split
 from penstock.shared.bus.client import connection
 from penstock.shared.bus.client.commands import Commands, block, rows, text
 from penstock.shared.bus.encoding import wire
-from penstock.shared.bus.keys import ASSEMBLY, COUNTS, GENERATING, key
+from penstock.shared.bus.keys import ASSEMBLY, COUNTS, GENERATING, PAYLOADS, key
 from penstock.shared.bus.messages import Prompt, RolloutGroup
 from penstock.shared.bus.streams import Row, Stream
 from penstock.shared.errors import BusUnavailable, MessageError
@@ -33,9 +33,13 @@ CRASHES = key(
     "crashes", "hash", "until its entry leaves", "`<stream>:<entry>` → how many processes died while they held it"
 )
 SWEPT = key("swept:<stream>", "string", "2 s", "who looked for silent consumers, which no other does meanwhile")
+LEASES = key(
+    "leases:<stream>", "sorted set", "the run's", "consumer → until when what it holds is its own, Unix milliseconds"
+)
 CAUSES = key("causes", "hash", "until its entry leaves", "`<stream>:<entry>` → why its newest attempt failed")
 
 _PAGE_ENTRIES = 256
+_PAYLOADS_AT_ONCE = 16
 _GIVEN_BACK = "given-back"
 _LONGEST_REASON = 2000
 _AT_ONCE_MS = 86_400_000
@@ -220,14 +224,16 @@ class Bus(Commands):
     async def reclaim(
         self, stream: Stream, kind: type[M], consumer: str, min_idle_s: float, count: int, *, suspect: bool = False
     ) -> list[Delivery[M]]:
-        """Take over entries given back, or not renewed for ``min_idle_s``.
+        """Take over entries given back, or held for ``min_idle_s`` by a consumer without a lease (:meth:`renew`).
 
         Args:
+            min_idle_s: 0 takes from any consumer.
             suspect: note on the latter that they may have killed their consumer.
         """
         reclaimed = self.script(
-            "reclaim", stream=stream, swept=SWEPT.of(stream.name), group=stream.group or "", consumer=consumer, count=count,
-            min_idle_ms=int(min_idle_s * 1000), given_back=_GIVEN_BACK, stream_name=stream.name, suspect=int(suspect),
+            "reclaim", stream=stream, swept=SWEPT.of(stream.name), leases=LEASES.of(stream.name), group=stream.group or "",
+            consumer=consumer, count=count, min_idle_ms=int(min_idle_s * 1000), given_back=_GIVEN_BACK,
+            stream_name=stream.name, suspect=int(suspect),
         )  # fmt: skip
         return await self._delivered(stream, kind, await self._unless_empty(reclaimed))
 
@@ -266,17 +272,31 @@ class Bus(Commands):
         return await self._deliveries(stream, kind, taken)
 
     async def _deliveries(self, stream: Stream, kind: type[M], taken: Sequence[_Taken]) -> list[Delivery[M]]:
-        """Return entries, of parts with their groups' prompts, of which they have only the group."""
+        """Return entries: parts with their groups' prompts, experience with its payload, which they do not have."""
         prompts: dict[str, bytes | None] = {}
         if stream in streams.SAMPLE_STREAMS:
             groups = {text(fields.get(b"id", b"")) for *_, fields in taken if fields.get(b"part")}
             prompts = dict(zip(groups, await self.hmget(GENERATING, *groups), strict=True)) if groups else {}
+        apart = [entry for entry, *_, fields in taken if stream is streams.EXPERIENCE and not fields.get(b"data")]
+        payloads = await self.payloads(apart)
         deliveries: list[Delivery[M]] = []
         for entry_id, attempts, crashes, fields in taken:
             group_id, part = text(fields.get(b"id", b"")), text(fields.get(b"part", b"")) if prompts else ""
-            data = prompts[group_id] if part else fields.get(b"data")
+            data = prompts[group_id] if part else payloads.get(entry_id) or fields.get(b"data")
             deliveries.append(Delivery(stream, EntryId(entry_id), group_id, attempts, data or b"", kind, crashes, part))
         return deliveries
+
+    async def payloads(self, entries: Sequence[str]) -> dict[str, bytes]:
+        """Return what entries of ``experience`` carry, of those that have not left, or were committed since the checkpoint.
+
+        They are read few at a time: they are large.
+        """
+        known = dict[str, bytes]()
+        for start in range(0, len(entries), _PAYLOADS_AT_ONCE):
+            some = entries[start : start + _PAYLOADS_AT_ONCE]
+            answers = await self.hmget(PAYLOADS, *(f"{streams.EXPERIENCE.name}:{entry}" for entry in some))
+            known |= {entry: data for entry, data in zip(some, answers, strict=True) if data is not None}
+        return known
 
     async def tail(
         self, stream: Stream, kind: type[M], after: str, count: int, block_s: float | None
@@ -343,8 +363,8 @@ class Bus(Commands):
         del given["part"], given["entry_id"]
         entries = [word for delivery in deliveries for word in (delivery.part, delivery.entry_id)]
         answer = await self.script(
-            "hand_over", **given, output=output, payload=payload, cause=cause, audit_entries=self.audit_entries,
-            entries=entries,
+            "hand_over", **given, output=output, output_name=output.name, payload=payload, cause=cause,
+            audit_entries=self.audit_entries, entries=entries,
         )  # fmt: skip
         return int(answer)
 
@@ -383,11 +403,12 @@ class Bus(Commands):
         del given["part"]
         return bool(await self.script("requeue", **given))
 
-    async def renew(self, stream: Stream, consumer: str, entries: Sequence[EntryId]) -> set[EntryId]:
-        """Renew ``entries``; return those still held."""
-        if not entries:
-            return set()
-        ours = await self.script("renew", stream=stream, group=stream.group or "", consumer=consumer, entries=entries)
+    async def renew(self, stream: Stream, consumer: str, lease_s: float) -> set[EntryId]:
+        """Keep what ``consumer`` holds from others for ``lease_s``; return all that it holds."""
+        ours = await self.script(
+            "renew", stream=stream, leases=LEASES.of(stream.name), group=stream.group or "", consumer=consumer,
+            lease_ms=int(lease_s * 1000),
+        )  # fmt: skip
         return {EntryId(text(entry)) for entry in ours}
 
     async def give_back(
@@ -412,8 +433,8 @@ class Bus(Commands):
         self, stream: Stream, consumer: str, entries: Sequence[EntryId], idle_ms: int, uncounted: int, receiver: str
     ) -> int:
         given = await self.script(
-            "give_back", stream=stream, group=stream.group or "", consumer=consumer, idle_ms=idle_ms,
-            uncounted=uncounted, receiver=receiver, entries=entries,
+            "give_back", stream=stream, leases=LEASES.of(stream.name), group=stream.group or "", consumer=consumer,
+            idle_ms=idle_ms, uncounted=uncounted, receiver=receiver, entries=entries,
         )  # fmt: skip
         return int(given)
 

@@ -61,6 +61,12 @@ ASSEMBLY = key(
     "until the group is whole",
     "parts, missing, lost; @part → its entry on `prompts`; part → its generated sample, or several that ended together",
 )
+PAYLOADS = key(
+    "payloads",
+    "hash",
+    "until its group is dropped, requeued or buried, or a checkpoint covers its step",
+    "`experience:<entry>` → the Experience of an entry of `experience`, also after its commit",
+)
 COUNTS = key(
     "counts",
     "hash",

@@ -15,11 +15,12 @@
     episodes       as prompts → episodes                      the same, of prompts with an environment
     rollouts       rollout → reward                           its Experience is published, in the same transaction
     experience     reward → trainer; of demonstrations:       its step is committed: moved to the journal; or its group is
-                   coordinator → trainer                      dropped, or requeued
+                   coordinator → trainer                      dropped, or requeued. What it carries is in `payloads`
     journal        trainer (commit) → trainer                 a checkpoint covers its step, or a rollback leaves its branch
     published      trainer (commit) → coordinator             its version is the head, in the same transaction
     policy         coordinator → all rollouts                 trimmed (broadcast; the newest entry is the head)
     eval_prompts, eval_episodes, eval_rollouts, eval_results  as those of training, for held-out problems; each entry is a group
+    holds          coordinator → all rollouts                 trimmed (the version to keep for an evaluation may be another)
     steps          trainer (commit) → coordinator, people     trimmed (step reports)
     events         every service, rollbacks → people          trimmed
     questions      API → rollout                              trimmed (`stores.questions`)
@@ -75,6 +76,7 @@ EVENTS = Stream("events", max_entries=10_000)
 AUDIT = Stream("audit", max_entries=100_000)
 QUESTIONS = Stream("questions", max_entries=256)
 ANSWERS = Stream("answers", max_entries=256)
+HOLDS = Stream("holds", max_entries=16)
 HISTORY = Stream("history", max_entries=10_000)
 MEMORY = Stream("memory", max_entries=10_000)
 
@@ -85,5 +87,5 @@ TRAINING_STREAMS = (*SAMPLE_STREAMS, ROLLOUTS, EXPERIENCE)
 EVALUATION_STREAMS = (EVAL_PROMPTS, EVAL_EPISODES, EVAL_ROLLOUTS, EVAL_RESULTS)
 GROUPED_STREAMS = (*TRAINING_STREAMS, *EVALUATION_STREAMS, PUBLISHED)
 
-for _stream in (*GROUPED_STREAMS, JOURNAL, POLICY, STEPS, EVENTS, AUDIT, HISTORY, MEMORY, QUESTIONS, ANSWERS):
+for _stream in (*GROUPED_STREAMS, JOURNAL, POLICY, STEPS, EVENTS, AUDIT, HOLDS, HISTORY, MEMORY, QUESTIONS, ANSWERS):
     declare(_stream)

@@ -12,8 +12,9 @@
       │            ├── ENDS_PROCESS   ──▶ the process ends; what it held is suspect
       │            └── anything else  ──▶ a bug: logged with its traceback, then as TemporaryError
       ├── new samples of a group ──▶ ``together``: handed over as they end; what it leaves or fails on is handled alone
-      ├── renew: every third of ``claim_after_s``; what is no longer ours is cancelled
-      └── reclaim: what was given back, or not renewed for ``claim_after_s``
+      ├── renew: the lease, every third of ``claim_after_s``; what is no longer ours is cancelled, and what an answer that
+      │          never came brought is given back
+      └── reclaim: what was given back, or held for ``claim_after_s`` by a consumer whose lease has ended
 
 **Suspects**: entries held by a process that died or fell silent. Only deaths during attempts made alone count; there
 the samples of one group are tried together.
@@ -85,7 +86,7 @@ class Patience:
     """Timeouts and attempts of a worker."""
 
     claim_after_s: float = 30.0
-    """Unrenewed entries are taken over after this."""
+    """Lease of a worker; entries of one that does not renew it are taken over after this."""
     max_attempts: int = 5
     retry_s: float = 0.5
     """First wait after a temporary failure; doubles up to ``claim_after_s``."""
@@ -483,11 +484,18 @@ class Worker(Generic[In, Out]):
         self._reclaim_at_s = min(self._reclaim_at_s, time.monotonic() + wait_s + _ROUNDING_S)
 
     async def _keep(self) -> None:
+        unknown = set[EntryId]()
+        """Ours at the last renewal, and not held: an answer is on its way, or was lost with its connection."""
         while True:
             await asyncio.sleep(self._patience.claim_after_s / 3)
             held = {entry_id: task for entry_id, task in self._held.items() if entry_id not in self._leaving}
             suspects = {delivery.entry_id for delivery in self._suspects}
-            ours = await self._bus.renew(self._source, self._consumer, [*held, *suspects])
+            if not held and not suspects:
+                continue  # what it holds without knowing is taken over, as its lease ends
+            ours = await self._bus.renew(self._source, self._consumer, self._patience.claim_after_s)
+            known = self._held.keys() | {delivery.entry_id for delivery in self._suspects}
+            for entry_id in unknown & (unknown := ours - known):
+                await self._bus.give_back(self._source, self._consumer, entry_id, idle_s=_AT_ONCE_S, uncounted=1)
             gone = suspects - ours
             self._suspects = deque(delivery for delivery in self._suspects if delivery.entry_id not in gone)
             lost = {

@@ -20,6 +20,7 @@ from penstock.shared.bus.keys import NO_ENDINGS
 from penstock.shared.bus.messages import Experience, PolicyUpdate
 from penstock.shared.bus.stores.policy.ledger import Ledger
 from penstock.shared.bus.stores.replicas.heartbeats import heartbeats
+from penstock.shared.bus.stores.run.records import with_payloads
 from penstock.shared.bus.streams import AUDIT, JOURNAL, POLICY, TRAINING_STREAMS
 from tests.support.raw_redis import raw
 
@@ -109,13 +110,14 @@ class Watcher:
         return sum(times - 1 for times in self.deliveries.values())
 
     async def _read_journal(self) -> None:
-        key = self._bus.keys.of(JOURNAL)
         while True:
-            rows = await self._bus.call(lambda: raw(self._bus).xrange(key, min=self._seen, count=200))
-            for entry, fields in rows:
-                self._seen = f"({entry.decode()}"
+            rows = await self._bus.xrange(JOURNAL, self._seen, count=200)
+            self._seen = f"({rows[-1][0]}" if rows else self._seen
+            for entry, fields in await with_payloads(self._bus, rows):
+                if b"data" not in fields:
+                    continue  # a checkpoint took it meanwhile
                 versions = frozenset(map(int, wire.decode(fields[b"data"], Experience).group.versions))
-                self.batches.append((int(entry.split(b"-")[0]), versions))
+                self.batches.append((int(entry.partition("-")[0]), versions))
                 self.served |= versions
             await asyncio.sleep(0.02)
 

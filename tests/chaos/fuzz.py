@@ -26,6 +26,7 @@ from penstock.shared.bus.keys import NO_ENDINGS
 from penstock.shared.bus.messages import StepReport
 from penstock.shared.bus.stores.policy.ledger import Ledger
 from penstock.shared.bus.stores.replicas.heartbeats import heartbeats
+from penstock.shared.bus.stores.run.records import with_payloads
 from penstock.shared.bus.streams import Stream
 from penstock.shared.errors import MessageError
 from tests.chaos.run import Run, left_behind, running
@@ -161,11 +162,11 @@ class Fuzz:
     async def harvest(self) -> None:
         for stream, kept in self._honest.items():
             for entry, fields in await raw(self._bus).xrange(self._bus.keys.of(stream), count=20):
-                if (stream, entry) not in self._sent and b"data" in fields:
+                if (stream, entry) not in self._sent and fields.get(b"data"):  # else it is in `payloads`
                     kept.append(dict(fields))
             del kept[:-40]
-        journal = [dict(f) for _, f in await raw(self._bus).xrange(self._bus.keys.of(streams.JOURNAL), count=20)]
-        self._honest[streams.EXPERIENCE] += [{b"id": f[b"id"], b"data": f[b"data"]} for f in journal]
+        journal = await with_payloads(self._bus, await self._bus.xrange(streams.JOURNAL, count=20))
+        self._honest[streams.EXPERIENCE] += [{b"id": f[b"id"], b"data": f[b"data"]} for _, f in journal if b"data" in f]
         records = await raw(self._bus).hgetall(self._bus.keys.named("policies"))
         self._honest[streams.PUBLISHED] += [
             {b"id": version, b"data": data} for version, data in list(records.items())[-5:]

@@ -1,9 +1,9 @@
 #!lua flags=allow-oom
--- Commit one optimizer step atomically: its groups move from `experience` to `journal` and its policy version is
--- published. Without entries, publish a version of the already committed step (the initial policy, or a resumed
+-- Commit one optimizer step atomically: its groups move from `experience` to `journal`, without their payloads, which stay
+-- where they are, and its policy version is published. Without entries, publish a version of the already committed step (the initial policy, or a resumed
 -- trainer's weights).
 -- KEYS: run experience journal policies policy_states published steps counts audit marks generating rollouts trained
--- KEYS: signals crashes causes
+-- KEYS: signals crashes causes payloads
 -- ARGV: epoch commit_id step version parent record report group audit_entries report_entries now_s
 -- ARGV: revision plan change rate entries...
 -- The parent must be the tip: the newest version, or a rollback's target. A mark of each version keeps the number of
@@ -36,8 +36,11 @@ for i, entry in ipairs(entries) do
   for f = 1, #fields, 2 do
     if fields[f] == 'id' then id = fields[f + 1] elseif fields[f] == 'data' then data = fields[f + 1] end
   end
+  if data ~= '' then  -- revived, or of an older release
+    redis.call('HSET', payloads, 'experience:' .. entry, data)
+  end
   redis.call('XADD', journal, '*', 'id', id, 'step', step, 'version', version, 'revision', revision,
-    'plan', i == 1 and plan or '', 'data', data)
+    'plan', i == 1 and plan or '', 'entry', entry)
   if string.match(id or '', '^%d+$') and tonumber(id) < 4294967296 then
     redis.call('SETBIT', trained, id, 1)
   end

@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
 -- End an evaluation: keep its result, delete its state.
--- KEYS: evaluation evaluations evaluation_answers
+-- KEYS: evaluation evaluations evaluation_answers holds
 -- ARGV: version result
 -- `result`: JSON; empty: keep nothing.
 -- Returns 1, or 0 if this evaluation is not under way.
@@ -11,4 +11,5 @@ if result ~= '' then
   redis.call('HSET', evaluations, version, result)
 end
 redis.call('DEL', evaluation, evaluation_answers)
+redis.call('XADD', holds, 'MAXLEN', '~', 16, '*', 'id', version)
 return 1

@@ -1,12 +1,13 @@
 #!lua flags=allow-oom
 -- Give back: let any consumer take entries once they are idle long enough.
--- KEYS: stream
+-- KEYS: stream leases
 -- ARGV: group consumer idle_ms uncounted receiver entries...
 -- A large `idle_ms` makes them available at once; `uncounted` attempts are subtracted; without `entries`: all of the
--- consumer.
+-- consumer, which keeps no lease.
 -- Returns the number of entries given; 0 if the server lost its data.
 local rows = {}
 if #entries == 0 then
+  redis.call('ZREM', leases, consumer)
   local start, page = '-', nil
   repeat
     page = redis.pcall('XPENDING', stream, group, start, '+', 1000, consumer)

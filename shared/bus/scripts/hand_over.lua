@@ -2,11 +2,13 @@
 -- Hand over: publish the result and take the input off the stream. A part of a group goes into its assembly; the last one
 -- publishes the group, as a MessagePack array of its prompt and its parts. A sample without a result is lost: the group is
 -- made of the others.
--- KEYS: input output generating assembly crashes causes counts audit
--- ARGV: group stream_name group_id payload cause audit_entries entries...
+-- KEYS: input output generating assembly crashes causes counts audit run payloads
+-- ARGV: group stream_name group_id payload cause audit_entries output_name entries...
 -- `payload`: "" for a sample that is lost, for `cause`.
 -- `entries`: part and id of each entry that `payload` is the result of. A part is a sample's index, "all" for one part with
 -- all samples, "" for an entry without an assembly. Several are samples of one group, handed over together or not at all.
+-- The payload of an entry of `experience` is in `payloads`, so that a commit moves none, if the trainer looks there: if it
+-- is not of an older release, which takes its epoch without saying so.
 -- Returns 1, or 0 if another consumer finished one of them first, or its group has ended: this result is dropped; -1 if
 -- fewer than half of the group's samples, or than two, would be left: nothing is changed.
 local part = entries[1]
@@ -69,5 +71,13 @@ if part ~= '' then
   redis.call('DEL', assembly)
   redis.call('HDEL', generating, group_id)
 end
-redis.call('XADD', output, '*', 'id', group_id, 'data', payload)
+local apart = false
+if output_name == 'experience' then
+  local epochs = redis.call('HMGET', run, 'trainer_epoch', 'payloads_epoch')
+  apart = epochs[1] and epochs[1] == epochs[2]
+end
+local entry = redis.call('XADD', output, '*', 'id', group_id, 'data', apart and '' or payload)
+if apart then
+  redis.call('HSET', payloads, 'experience:' .. entry, payload)
+end
 return 1

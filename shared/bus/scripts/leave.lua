@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
 -- Leave: take an entry off its stream for good, counted, with its reason. With a part, its whole group leaves.
--- KEYS: input counts audit dead generating assembly crashes causes
+-- KEYS: input counts audit dead generating assembly crashes causes payloads
 -- ARGV: group stream_name entry_id group_id part outcome detail attempts keep audit_entries counted
 -- `part`: "" for an entry without an assembly; `keep`: 1 to move the entry, of a part the group's prompt, to the dead
 -- letters; `counted`: 1 if its ending is counted.
@@ -18,7 +18,11 @@ if kept[1] then
   for i = 1, #fields, 2 do
     if fields[i] == 'data' then data = fields[i + 1] end
   end
+  if data == '' then
+    data = redis.call('HGET', payloads, stream_name .. ':' .. entry_id) or ''
+  end
 end
+redis.call('HDEL', payloads, stream_name .. ':' .. entry_id)
 if part ~= '' then
   if redis.call('HGET', assembly, '@' .. (part == 'all' and '0' or part)) ~= entry_id then
     return 0  -- not an entry of this group

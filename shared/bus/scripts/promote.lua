@@ -1,7 +1,7 @@
 #!lua flags=allow-oom
 -- Promote: make a published version the head, retire the previous one, and notify every replica.
 -- KEYS: published run policy_states policy
--- ARGV: group entry_id version payload policy_entries term
+-- ARGV: group entry_id version payload policy_entries term digest
 -- `term`: the leader's, or "".
 -- Returns 1, or 0 if already promoted, revoked, or older than the head, or if another coordinator leads: then the entry
 -- stays for it.
@@ -25,7 +25,7 @@ end
 if head and redis.call('HGET', policy_states, head) ~= 'revoked' then
   redis.call('HSET', policy_states, head, 'retired')
 end
-redis.call('HSET', run, 'head', version)
+redis.call('HSET', run, 'head', version, 'head_digest', version .. ' ' .. digest)
 redis.call('HSET', policy_states, version, 'live')
 redis.call('XADD', policy, 'MAXLEN', '~', policy_entries, '*', 'id', version, 'data', payload)
 return 1

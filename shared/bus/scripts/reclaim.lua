@@ -1,9 +1,11 @@
 #!lua flags=allow-oom
--- Reclaim: take over entries that were given back or not renewed for a while.
--- KEYS: stream crashes swept
+-- Reclaim: take over entries that were given back, or that a consumer without a lease has held for a while.
+-- KEYS: stream crashes swept leases
 -- ARGV: group consumer min_idle_ms count given_back stream_name suspect
--- `given_back`: consumer of entries that were given back; `suspect`: 1 to note what a silent consumer held. To look for
--- those walks all that is pending, so one worker does it at a time, and as long as `swept` lives none again.
+-- `given_back`: consumer of entries that were given back; `suspect`: 1 to note what a silent consumer held. One worker at a
+-- time looks for those, and as long as `swept` lives none again. `min_idle_ms`: 0 to take from any consumer. Consumers
+-- of older releases renew entry by entry, so that theirs are not idle; they do not know leases, and would take what is
+-- held under one: the workers of a stream are of one release (docs/operations.md).
 -- Returns {entry id, attempts, crashes, field values}...; attempts counts this delivery only if the previous one ended
 -- by itself.
 local result, taken = {}, {}
@@ -26,7 +28,17 @@ end
 local room = count - take(redis.call('XPENDING', stream, group, 'IDLE', min_idle_ms, '-', '+', count, given_back))
 local rest_ms = math.floor(math.min(min_idle_ms / 3, 2000))
 if room > 0 and (rest_ms < 1 or redis.call('SET', swept, consumer, 'NX', 'PX', rest_ms)) then
-  if take(redis.call('XPENDING', stream, group, 'IDLE', min_idle_ms, '-', '+', room)) == room then
+  local time, leased = redis.call('TIME'), {[given_back] = true}
+  redis.call('ZREMRANGEBYSCORE', leases, '-inf', time[1] * 1000 + math.floor(time[2] / 1000))
+  for _, name in ipairs(tonumber(min_idle_ms) > 0 and redis.call('ZRANGE', leases, 0, -1) or {}) do
+    leased[name] = true
+  end
+  for _, row in ipairs(redis.call('XPENDING', stream, group)[4] or {}) do
+    if room > 0 and not leased[row[1]] then
+      room = room - take(redis.call('XPENDING', stream, group, 'IDLE', min_idle_ms, '-', '+', room, row[1]))
+    end
+  end
+  if room <= 0 then
     redis.call('DEL', swept)  -- there may be more
   end
 end

@@ -1,14 +1,16 @@
 #!lua flags=allow-oom
--- Renew the entries that are still ours.
--- KEYS: stream
--- ARGV: group consumer entries...
--- Returns their ids; the others were taken over or finished, or the server lost its data.
-local ours = {}
-for _, entry in ipairs(entries) do
-  local pending = redis.pcall('XPENDING', stream, group, entry, entry, 1)
-  if not pending.err and pending[1] and pending[1][2] == consumer then
-    redis.call('XCLAIM', stream, group, consumer, 0, entry, 'JUSTID')
-    ours[#ours + 1] = entry
+-- Renew a consumer's lease: until it ends, what the consumer holds is its own (`reclaim`).
+-- KEYS: stream leases
+-- ARGV: group consumer lease_ms
+-- Returns the ids of all that it holds; none if the server lost its data.
+local time = redis.call('TIME')
+redis.call('ZADD', leases, time[1] * 1000 + math.floor(time[2] / 1000) + lease_ms, consumer)
+local ours, start, page = {}, '-', nil
+repeat
+  page = redis.pcall('XPENDING', stream, group, start, '+', 1000, consumer)
+  for _, row in ipairs(page) do  -- an error has no rows
+    ours[#ours + 1] = row[1]
+    start = '(' .. row[1]
   end
-end
+until #page < 1000
 return ours

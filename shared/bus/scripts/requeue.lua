@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
 -- Requeue: take a stale experience off the stream and its group back to the stream of its prompt, an entry for each stale sample.
--- KEYS: input source counts generating assembly crashes causes
+-- KEYS: input source counts generating assembly crashes causes payloads
 -- ARGV: group stream_name entry_id group_id payload parts...
 -- `parts`: each sample that is kept, encoded; "" for one to generate again.
 -- Returns 1, or 0 if another consumer finished this entry first.
@@ -10,6 +10,7 @@ end
 redis.call('XDEL', input, entry_id)
 redis.call('HDEL', crashes, stream_name .. ':' .. entry_id)
 redis.call('HDEL', causes, stream_name .. ':' .. entry_id)
+redis.call('HDEL', payloads, stream_name .. ':' .. entry_id)
 redis.call('HSET', generating, group_id, payload)
 local missing = 0
 for place, part in ipairs(parts) do

@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
 -- Restore a run from a checkpoint, on an empty bus or on one with older data.
--- KEYS: run counts journal prompts rollouts experience generating rollback assemblies...
+-- KEYS: run counts journal prompts rollouts experience generating rollback payloads assemblies...
 -- ARGV: is_known run_pairs journal_entry fields...
 -- `is_known`: 1 if the bus has an older step of the run; what is in flight there (`assemblies`: its groups') is deleted,
 -- and a rollback forgotten: it ended before the checkpoint, and the run continues if it was to continue.
@@ -12,7 +12,7 @@ if is_known == '1' then
   if under_way[2] == '1' and under_way[1] ~= 'live' and under_way[1] ~= 'failed' then
     redis.call('HSET', run, 'state', 'running', 'reason', '')
   end
-  redis.call('DEL', counts, journal, prompts, rollouts, experience, generating, rollback)
+  redis.call('DEL', counts, journal, prompts, rollouts, experience, generating, rollback, payloads)
   for _, assembly in ipairs(assemblies) do
     redis.call('DEL', assembly)
   end

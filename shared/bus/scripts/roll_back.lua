@@ -3,7 +3,7 @@
 -- the running trainer (its next commit finds another epoch), and restore step, dataset place and the count of trained
 -- groups. Loading, publishing and serving follow from this record. The event is written once, even if the answer is
 -- lost.
--- KEYS: run policy_states revoked journal counts marks checkpoints rollback pins history events
+-- KEYS: run policy_states revoked journal counts marks checkpoints rollback pins history events payloads
 -- ARGV: expected_newest target target_step now_s reason id event event_entries history_entries
 -- ARGV: versions...
 -- `versions`: those to revoke.
@@ -35,6 +35,18 @@ local counted = redis.call('HGET', counts, 'trained') or '0'
 local undone = tonumber(counted) - tonumber(trained or counted)
 redis.call('HSET', counts, 'trained', trained or counted)
 redis.call('HINCRBY', counts, 'undone', string.format('%d', undone))
+local start = '-'
+repeat  -- few at a time: entries of older releases are large
+  local page = redis.call('XRANGE', journal, start, '+', 'COUNT', 8)
+  for _, row in ipairs(page) do
+    for i = 1, #row[2], 2 do
+      if row[2][i] == 'entry' then
+        redis.call('HDEL', payloads, 'experience:' .. row[2][i + 1])
+      end
+    end
+    start = '(' .. row[1]
+  end
+until #page < 8
 redis.call('XTRIM', journal, 'MAXLEN', 0)
 redis.call('HDEL', run, 'policy_step', 'missing:policy', 'missing:checkpoint')
 local epoch = redis.call('HINCRBY', run, 'trainer_epoch', 1)

@@ -15,9 +15,11 @@ from penstock.services.coordinator.records.report import records
 from penstock.services.coordinator.records.summary import digest, one_line_a_step, summarize, training_seconds
 from penstock.shared.bus import streams
 from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.encoding import wire
 from penstock.shared.bus.messages import Experience, PolicyVersion, RolloutGroup
 from penstock.shared.bus.stores.policy.evaluations import EVALUATIONS
 from penstock.shared.bus.stores.policy.ledger import Ledger, Rewound, RunState, RunStatus
+from penstock.shared.bus.stores.run.records import page
 from penstock.shared.process.telemetry import tell
 from penstock.shared.settings import Settings
 from tests.support import builders
@@ -260,8 +262,8 @@ async def test_a_pause_is_counted_when_it_ends(bus: Bus) -> None:
 async def test_experience_of_the_journal_stays_where_it_is(bus: Bus, tmp_path: Path) -> None:
     await commit_group(bus, 0)
     await Recorder(bus, tmp_path, 1).catch_up()
-    ((_, kept),) = await bus.newest(streams.JOURNAL, Experience, 10)
-    assert kept.group.prompt.group_id == 0
+    ((_, fields),) = await page(bus, streams.JOURNAL, None, 10)
+    assert wire.decode(fields[b"data"], Experience).group.prompt.group_id == 0
 
 
 def evaluation(version: int) -> Evaluation:

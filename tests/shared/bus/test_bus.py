@@ -6,10 +6,14 @@ import signal
 import subprocess
 import sys
 import traceback
+import uuid
 from pathlib import Path
 from typing import cast
 
+import hypothesis
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from penstock.shared.bus import streams
 from penstock.shared.bus.bus import Bus, Delivery
@@ -76,7 +80,7 @@ async def test_an_entry_that_is_tried_alone_has_counted_the_attempt_before_its_p
 
 
 async def test_one_worker_at_a_time_looks_for_silent_consumers_and_all_take_what_was_given_back(bus: Bus) -> None:
-    """To look walks all that is pending: 300 ms of the server's time at 256,000 entries, which each worker asks for."""
+    """To look walks all consumers, which each worker asks for."""
 
     async def reclaim(consumer: str, count: int) -> list[str]:
         taken = await bus.reclaim(PROMPTS, Prompt, consumer, min_idle_s=3600.0, count=count)
@@ -103,16 +107,92 @@ async def test_an_entry_that_is_renewed_is_not_reclaimed(bus: Bus) -> None:
     await put(bus)
     (delivery,) = await take(bus, "a")
     await bus.leave_suspects(PROMPTS, "a")
-    assert await bus.renew(PROMPTS, "a", [delivery.entry_id]) == {delivery.entry_id}
+    assert await bus.renew(PROMPTS, "a", 3600.0) == {delivery.entry_id}
     assert await bus.reclaim(PROMPTS, Prompt, "b", min_idle_s=50.0, count=1) == []
+
+
+async def test_a_lease_keeps_what_its_consumer_holds_until_it_ends_or_the_consumer_gives_all_back(bus: Bus) -> None:
+    async def reclaim() -> list[str]:
+        return [entry.group_id for entry in await bus.reclaim(PROMPTS, Prompt, "b", min_idle_s=0.002, count=4)]
+
+    await put(bus, 3)
+    await take(bus, "a")
+    await bus.renew(PROMPTS, "a", 3600.0)
+    await asyncio.sleep(0.01)
+    assert await reclaim() == []
+    await bus.renew(PROMPTS, "a", 0.0)
+    await asyncio.sleep(0.01)
+    assert await reclaim() == ["0", "1", "2"]
+    await bus.renew(PROMPTS, "b", 3600.0)
+    assert await bus.leave_suspects(PROMPTS, "b") == 3
+    assert [entry.group_id for entry in await bus.reclaim(PROMPTS, Prompt, "c", 3600.0, 4)] == ["0", "1", "2"]
+
+
+HANDS = st.tuples(
+    st.sampled_from(["take", "take", "renew", "give_back", "finish", "die", "restart", "reclaim"]),
+    st.sampled_from("abc"),
+)
+
+
+@hypothesis.settings(max_examples=25)
+@given(st.lists(HANDS, max_size=40))
+def test_each_entry_is_handled_once_in_whatever_order_consumers_live_and_die(
+    server: Server, moves: list[tuple[str, str]]
+) -> None:
+    """A consumer that takes renews; one that dies stops doing so, and may still finish late."""
+
+    async def play(bus: Bus) -> None:
+        held: dict[str, list[Delivery[Prompt]]] = {name: [] for name in "abc"}
+        dead = list[Delivery[Prompt]]()
+        await put(bus, 6)
+        last = [("die", name) for name in "abc"] + [(move, "d") for move in ("take", "reclaim", "finish", "finish")] * 6
+        for move, name in [*moves, *last]:
+            mine = held.setdefault(name, [])
+            if move == "take":
+                mine += await bus.read(PROMPTS, Prompt, name, 2, None)
+                await bus.renew(PROMPTS, name, 3600.0)
+            elif move == "renew":
+                await bus.renew(PROMPTS, name, 3600.0)
+            elif move == "give_back" and mine:
+                await bus.give_back(PROMPTS, name, mine.pop().entry_id, idle_s=1.0)
+            elif move == "finish" and (mine or dead):
+                delivery = (mine or dead).pop()
+                await bus.hand_over(delivery, ROLLOUTS, builders.group(int(delivery.group_id)))
+            elif move == "die":
+                await bus.renew(PROMPTS, name, 0.0)
+                dead += mine
+                mine.clear()
+            elif move == "restart":
+                dead += mine
+                mine[:] = [delivery async for delivery in bus.own(PROMPTS, Prompt, name, suspect=True)]
+                await bus.renew(PROMPTS, name, 3600.0)
+            elif move == "reclaim":
+                await asyncio.sleep(0.003)
+                taken = await bus.reclaim(PROMPTS, Prompt, name, 0.001, 2)
+                others = {entry.entry_id for other, entries in held.items() if other != name for entry in entries}
+                assert not others & {entry.entry_id for entry in taken}, "taken from a living one"
+                known = {entry.entry_id for entry in mine}
+                mine += [entry for entry in taken if entry.entry_id not in known]
+                await bus.renew(PROMPTS, name, 3600.0)
+        published = [fields[b"id"].decode() for _, fields in await bus.xrange(ROLLOUTS)]
+        assert sorted(published) == ["0", "1", "2", "3", "4", "5"]
+
+    async def run() -> None:
+        bus = await Bus.connect(server.url, f"hands-{uuid.uuid4().hex[:12]}", wait_s=60.0)
+        try:
+            await play(bus)
+        finally:
+            await bus.close()
+
+    asyncio.run(run())
 
 
 async def test_renewing_what_somebody_else_took_over_does_not_take_it_back(bus: Bus) -> None:
     await put(bus)
     (delivery,) = await take(bus, "a")
     await bus.reclaim(PROMPTS, Prompt, "b", min_idle_s=0.0, count=1)
-    assert await bus.renew(PROMPTS, "a", [delivery.entry_id]) == set()
-    assert await bus.renew(PROMPTS, "b", [delivery.entry_id]) == {delivery.entry_id}
+    assert await bus.renew(PROMPTS, "a", 3600.0) == set()
+    assert await bus.renew(PROMPTS, "b", 3600.0) == {delivery.entry_id}
 
 
 async def test_what_a_consumer_gives_back_is_taken_at_once_and_costs_no_attempt(bus: Bus) -> None:
@@ -351,7 +431,7 @@ async def test_a_server_that_came_back_empty_is_no_bug_of_who_held_something(bus
     await put(bus)
     (held, *_) = await take(bus)
     await raw(bus).delete(bus.keys.of(PROMPTS))
-    assert await bus.renew(PROMPTS, "a", [held.entry_id]) == set()
+    assert await bus.renew(PROMPTS, "a", 3600.0) == set()
     assert await bus.give_back(PROMPTS, "a", held.entry_id, idle_s=0.0) == 0
     assert await bus.give_all_back(PROMPTS, "a") == 0
     assert not await bus.hand_over(held, ROLLOUTS, builders.group(0))

@@ -20,7 +20,7 @@ from penstock.shared.bus.bus import Bus
 from penstock.shared.bus.encoding import wire
 from penstock.shared.bus.keys import key
 from penstock.shared.bus.messages import PolicyVersion, Prompt
-from penstock.shared.bus.streams import EVAL_EPISODES, EVAL_PROMPTS
+from penstock.shared.bus.streams import EVAL_EPISODES, EVAL_PROMPTS, HOLDS
 
 log = logging.getLogger(__name__)
 
@@ -122,6 +122,14 @@ async def holding(bus: Bus) -> Holding | None:
     except (ValueError, TypeError, LookupError, OverflowError, RecursionError) as error:
         log.warning("unreadable holding skipped", extra={"error": repr(error)})
         return None
+
+
+async def announced(bus: Bus, after: str = "", wait_s: float = 0.0) -> str:
+    """Wait until an evaluation begins, ends, or names other replicas; return from where to continue."""
+    if not after:
+        return await bus.last_generated(HOLDS) or "0-0"
+    rows = await bus.xread({HOLDS: after}, 16, wait_s)
+    return rows[-1][0] if rows else after
 
 
 async def appoint(bus: Bus, to_hold: Holding) -> bool:

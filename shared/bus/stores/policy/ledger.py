@@ -34,6 +34,7 @@ from penstock.shared.bus.messages import (
 )
 from penstock.shared.bus.stores.experience.signals import RATE, SignalChange
 from penstock.shared.bus.stores.policy.policies import Policies
+from penstock.shared.bus.stores.run.records import with_payloads
 from penstock.shared.bus.streams import Row
 from penstock.shared.errors import Fenced
 
@@ -172,6 +173,7 @@ class AdmissionState:
 
 
 _MOST_BITS = (1 << 32) - 1
+_TRIMMED_AT_ONCE = 32
 
 IN_FLIGHT = (("HLEN", GENERATING), ("XLEN", streams.ROLLOUTS), ("XLEN", streams.EXPERIENCE))
 """Their answers add up to the groups in flight."""
@@ -292,7 +294,7 @@ class Ledger(Policies):
             samples=0 if whole else _entries(groups),
             kinds="".join(map(_kind, groups)),
             assemblies=[ASSEMBLY.of(str(group.group_id)) for group in groups],
-            payloads=[wire.encode(group) for group in groups],
+            groups=[wire.encode(group) for group in groups],
         )  # fmt: skip
         return int(admitted)
 
@@ -316,7 +318,7 @@ class Ledger(Policies):
 
     async def take_epoch(self) -> int:
         """Become the run's only trainer: older ones' commits are refused."""
-        return int(await self._bus.write(RUN, "HINCRBY", "trainer_epoch", 1))
+        return int(await self._bus.script("take_epoch"))
 
     async def epochs(self) -> tuple[int, int]:
         """Return the epochs of the trainer and of the newest rollback (0: none)."""
@@ -385,7 +387,8 @@ class Ledger(Policies):
         plan: StepPlan | None = None,
         change: SignalChange | None = None,
     ) -> None:
-        """Atomically move ``deliveries`` and ``plan`` to the journal, publish ``record`` and ``change`` signals.
+        """Atomically move ``deliveries`` and ``plan`` to the journal, publish ``record`` and ``change`` signals. Their
+        payloads stay where they are, so that it takes the server no longer for large ones.
 
         Without deliveries, ``record`` is another version of the committed step.
 
@@ -426,9 +429,10 @@ class Ledger(Policies):
         return [int(count) for count in await self._bus.script("earlier", groups=list(group_ids))]
 
     async def journal(self, after: str) -> list[JournalEntry]:
-        """Return the journal after an entry, in commit order."""
-        rows = await self._bus.xrange(streams.JOURNAL, f"({after}" if after else "-")
-        return [_journal_entry(row) for row in rows]
+        """Return the journal after an entry, in commit order, without steps of which a payload is lost."""
+        rows = await with_payloads(self._bus, await self._bus.xrange(streams.JOURNAL, f"({after}" if after else "-"))
+        lost = {fields[b"step"] for _, fields in rows if b"data" not in fields}
+        return [_journal_entry(row) for row in rows if row[1][b"step"] not in lost]
 
     async def last_journal_entry(self) -> str:
         """Return the last entry, even if trimmed; "" if none."""
@@ -436,9 +440,8 @@ class Ledger(Policies):
 
     async def trim_journal(self, through: str) -> None:
         """Trim the journal through an entry."""
-        milliseconds, _, sequence = through.partition("-")
-        after = f"{milliseconds}-{int(sequence or 0) + 1}"
-        await self._bus.write(streams.JOURNAL, "XTRIM", "MINID", after)
+        while await self._bus.script("trim_journal", through=through, count=_TRIMMED_AT_ONCE) == _TRIMMED_AT_ONCE:
+            pass
 
     # ---------------------------------------------------------------- promotion
 
@@ -454,10 +457,21 @@ class Ledger(Policies):
         promoted = await self._bus.script(
             "promote", group=streams.PUBLISHED.group or "", entry_id=delivery.entry_id, version=record.version,
             payload=wire.encode(update), policy_entries=streams.POLICY.max_entries or 0, term=self._term(),
+            digest=record.manifest_digest,
         )  # fmt: skip
         if promoted:
             await self.drop_probe(record.version)
         return bool(promoted)
+
+    async def knows(self, record: PolicyRecord) -> bool:
+        """Whether a version is not newer than the newest, and has its weights; a small question if it is the head."""
+        newest, head = await self._bus.hmget(RUN, "newest_version", "head_digest")
+        if newest is not None and record.version > int(newest):
+            return False
+        if head == f"{record.version} {record.manifest_digest}".encode():
+            return True
+        known = await self.policy(record.version)
+        return known is None or known.manifest_digest == record.manifest_digest
 
 
 def read_status(raw: Mapping[bytes, bytes]) -> RunStatus:

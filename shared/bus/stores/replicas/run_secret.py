@@ -33,9 +33,11 @@ class RunSecret:
         listener(self._value)
 
     async def refresh(self) -> None:
-        await self._bus.write(SECRET, "SET", self._value or secrets.token_hex(32), "NX")
-        before = self._value
-        self._value = await self._bus.get(SECRET) or before
+        before, known = self._value, await self._bus.get(SECRET)
+        if known is None:
+            await self._bus.write(SECRET, "SET", self._value or secrets.token_hex(32), "NX")
+            known = await self._bus.get(SECRET)
+        self._value = known or before
         if self._value != before:
             for listener in self._listeners:
                 listener(self._value)

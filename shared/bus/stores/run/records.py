@@ -1,14 +1,27 @@
 """Pages of the trimmed streams: steps, events, history, and the journal's newest group."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from penstock.shared.bus.bus import Bus
-from penstock.shared.bus.streams import Row, Stream
+from penstock.shared.bus.streams import JOURNAL, Row, Stream
 
 
 async def page(bus: Bus, stream: Stream, before: str | None, count: int) -> list[Row]:
     """Return the newest entries before ``before``, newest first."""
-    return await bus.xrevrange(stream, f"({before}" if before else "+", count=count)
+    rows = await bus.xrevrange(stream, f"({before}" if before else "+", count=count)
+    return await with_payloads(bus, rows) if stream is JOURNAL else rows
+
+
+async def with_payloads(bus: Bus, journal: Sequence[Row]) -> list[Row]:
+    """Return rows of the journal with their groups as ``data``, unless they left it meanwhile. Those of older releases
+    have it already.
+    """
+    payloads = await bus.payloads([fields[b"entry"].decode() for _, fields in journal if b"entry" in fields])
+    return [(row, _with(fields, payloads.get(fields.get(b"entry", b"").decode()))) for row, fields in journal]
+
+
+def _with(fields: Mapping[bytes, bytes], payload: bytes | None) -> Mapping[bytes, bytes]:
+    return fields if payload is None else {**fields, b"data": payload}
 
 
 async def newer(bus: Bus, stream: Stream, after: str, count: int) -> list[Row]:

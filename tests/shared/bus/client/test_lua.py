@@ -83,7 +83,9 @@ def test_every_script_that_adds_to_a_stream_is_known() -> None:
     assert added == {
         "admit": {"source", "experience"},
         "commit": {"journal", "audit", "steps", "published"},
+        "appoint": {"holds"},
         "discard": {"audit"},
+        "end_evaluation": {"holds"},
         "hand_over": {"output", "audit"},
         "leave": {"dead", "audit"},
         "promote": {"policy"},
@@ -91,6 +93,6 @@ def test_every_script_that_adds_to_a_stream_is_known() -> None:
         "restore": {"journal"},
         "revive": {"stream"},
         "roll_back": {"history", "events"},
-        "start_evaluation": {"source"},
+        "start_evaluation": {"source", "holds"},
         "transition": {"history"},
     }, "a new writer belongs into the map of shared/bus/streams.py"

@@ -1,0 +1,231 @@
+"""Laws of what groups carry: it stays where it is from the hand-over to the checkpoint, and nothing of it is left or lost."""
+
+import asyncio
+import uuid
+from collections.abc import Sequence
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.shared.bus.bus import Bus, Delivery
+from penstock.shared.bus.encoding import wire
+from penstock.shared.bus.keys import PAYLOADS, RUN
+from penstock.shared.bus.messages import Experience, PolicyVersion, RolloutGroup
+from penstock.shared.bus.stores.experience.dead_letters import DeadLetterSource, revive
+from penstock.shared.bus.stores.policy.ledger import Ledger, RunState
+from penstock.shared.bus.stores.policy.rollback import begin_rollback
+from penstock.shared.bus.stores.run.records import page
+from penstock.shared.bus.streams import EXPERIENCE, JOURNAL, ROLLOUTS
+from penstock.shared.errors import Fenced
+from tests.conftest import Server
+from tests.support import builders
+from tests.support.coordinator_players import record, report
+from tests.support.raw_redis import raw
+
+STEPS = st.sampled_from(
+    ["score", "score", "score", "shown", "old", "take", "die", "commit", "commit", "fenced", "old_trainer"]
+    + ["drop", "bury", "revive", "requeue", "checkpoint", "rollback", "restore"]
+)
+
+
+class Model:
+    """What a run should hold, beside what its bus holds."""
+
+    def __init__(self, bus: Bus) -> None:
+        self.bus, self.ledger = bus, Ledger(bus)
+        self.epoch = self.version = self.step = self.groups = 0
+        self.on_stream: dict[int, bytes] = {}
+        self.journal: list[tuple[int, bytes]] = []
+        self.dead: dict[int, bytes] = {}
+        self.taken: list[Delivery[Experience]] = []
+
+    async def start(self) -> None:
+        await self.ledger.create()
+        await self.ledger.transition(RunState.RUNNING, "", [RunState.CREATED])
+        self.epoch = await self.ledger.take_epoch()
+        await self.ledger.commit(self.epoch, record(0, None, 0), [], None)
+        await self.ledger.set_checkpoint(PolicyVersion(0), "step-0")
+
+    def _new(self) -> tuple[int, Experience]:
+        group, self.groups = self.groups, self.groups + 1
+        made = builders.experience(group)
+        self.on_stream[group] = wire.encode(made)
+        return group, made
+
+    async def score(self) -> None:
+        """A reward service hands a group over."""
+        group, made = self._new()
+        await self.bus.publish(ROLLOUTS, made.group, str(group))
+        (delivery,) = await self.bus.read(ROLLOUTS, RolloutGroup, "reward-0", 1, None)
+        assert await self.bus.hand_over(delivery, EXPERIENCE, made)
+        assert not await self.bus.hand_over(delivery, EXPERIENCE, made), "late"
+
+    async def shown(self) -> None:
+        """A demonstration is admitted."""
+        group, made = self._new()
+        state = await self.ledger.admission_state()
+        self.groups = max(self.groups, state.cursor)
+        del self.on_stream[group]
+        if state.state is RunState.RUNNING and state.newest_version is not None:
+            made = builders.experience(state.cursor)
+            assert await self.ledger.admit([made], 1 << 20, 1 << 20, 1 << 20, state.newest_version) == 1
+            self.on_stream[state.cursor] = wire.encode(made)
+            self.groups = max(self.groups, state.cursor + 1)
+
+    async def old(self) -> None:
+        """A service of an older release hands a group over."""
+        group, made = self._new()
+        await self.bus.append(EXPERIENCE, {"id": str(group), "data": wire.encode(made)})
+
+    async def take(self) -> None:
+        self.taken += await self.bus.read(EXPERIENCE, Experience, "trainer", 2, None)
+
+    async def die(self) -> None:
+        """The trainer is killed; its successor takes again what is still on the stream."""
+        self.epoch = await self.ledger.take_epoch()
+        self.taken = [delivery async for delivery in self.bus.own(EXPERIENCE, Experience, "trainer")]
+
+    async def old_trainer(self) -> None:
+        """A trainer of an older release took the epoch: nothing is put where it does not look."""
+        await self.bus.write(RUN, "HINCRBY", "trainer_epoch", 1)
+        before = await self.bus.ask("HLEN", PAYLOADS)
+        await self.score()
+        assert await self.bus.ask("HLEN", PAYLOADS) == before
+
+    async def commit(self) -> None:
+        batch, self.taken = self.taken[:2], self.taken[2:]
+        if not batch:
+            return
+        await self.die_if_fenced(batch)
+
+    async def die_if_fenced(self, batch: Sequence[Delivery[Experience]]) -> None:
+        status = await self.ledger.status()
+        newest = await self._newest()
+        made = record(newest + 1, status.tip, status.step + 1)
+        try:
+            await self.ledger.commit(self.epoch, made, batch, report(made.step, made.version))
+        except Fenced:
+            assert status.trainer_epoch != self.epoch
+            await self.die()
+            return
+        for delivery in batch:
+            self.journal.append((made.step, self.on_stream.pop(int(delivery.group_id))))
+
+    async def _newest(self) -> int:
+        newest = (await self.ledger.status()).newest_version
+        assert newest is not None
+        return int(newest)
+
+    async def fenced(self) -> None:
+        if self.taken:
+            status = await self.ledger.status()
+            made = record(await self._newest() + 1, status.tip, status.step + 1)
+            try:
+                await self.ledger.commit(self.epoch - 1, made, self.taken, report(made.step, made.version))
+            except Fenced:
+                return
+            raise AssertionError("committed under an older epoch")
+
+    async def drop(self) -> None:
+        if self.taken:
+            delivery = self.taken.pop()
+            assert await self.bus.drop(delivery, "stale")
+            del self.on_stream[int(delivery.group_id)]
+
+    async def bury(self) -> None:
+        if self.taken:
+            delivery = self.taken.pop()
+            assert await self.bus.bury(delivery, "unreadable")
+            self.dead[int(delivery.group_id)] = self.on_stream.pop(int(delivery.group_id))
+
+    async def revive(self) -> None:
+        for entry, fields in await self.bus.xrange(EXPERIENCE.dead, count=1):
+            group = int(fields[b"id"])
+            assert fields[b"data"] == self.dead[group]
+            assert await revive(self.bus, DeadLetterSource.EXPERIENCE, entry) == 1
+            self.on_stream[group] = self.dead.pop(group)
+
+    async def requeue(self) -> None:
+        if self.taken:
+            delivery = self.taken.pop()
+            assert await self.bus.requeue(delivery, delivery.message().group.prompt)
+            del self.on_stream[int(delivery.group_id)]
+
+    async def checkpoint(self) -> None:
+        await self.ledger.trim_journal(await self.ledger.last_journal_entry() or "0-0")
+        self.journal.clear()
+
+    async def rollback(self) -> None:
+        status, target = await self.ledger.status(), await self.ledger.policy(PolicyVersion(0))
+        assert target is not None
+        if await begin_rollback(self.bus, self.ledger, status, target, "") == "ok":
+            self.journal.clear()
+
+    async def restore(self) -> None:
+        """The bus is taken back to an older checkpoint."""
+        await self.ledger.restore(0, self.groups, 0, PolicyVersion(await self._newest()), {}, (0.0, 0.0), is_known=True)
+        self.on_stream.clear()
+        self.journal.clear()
+        self.taken.clear()
+
+    async def check(self) -> None:
+        rows = await self.bus.xrange(EXPERIENCE)
+        journal = await self.bus.xrange(JOURNAL)
+        named = {entry for entry, fields in rows if not fields[b"data"]}
+        named |= {fields[b"entry"].decode() for _, fields in journal}
+        held = await self.bus.hgetall(PAYLOADS)
+        assert {name.decode() for name in held} == {f"experience:{entry}" for entry in named}
+        assert {int(fields[b"id"]) for _, fields in rows} == self.on_stream.keys()
+        assert all(delivery.data == self.on_stream[int(delivery.group_id)] for delivery in self.taken)
+        assert [(entry.step, entry.data) for entry in await self.ledger.journal("")] == self.journal
+        newest_first = [fields[b"data"] for _, fields in await page(self.bus, JOURNAL, None, 100)]
+        assert newest_first == [data for _, data in reversed(self.journal)]
+
+
+@settings(max_examples=25)
+@given(st.lists(STEPS, max_size=40))
+def test_what_a_group_carries_is_there_until_it_leaves_and_not_after(server: Server, names: list[str]) -> None:
+    async def play() -> None:
+        bus = await Bus.connect(server.url, f"payloads-{uuid.uuid4().hex[:12]}", wait_s=60.0)
+        try:
+            model = Model(bus)
+            await model.start()
+            for name in names:
+                await getattr(model, name)()
+                await model.check()
+        finally:
+            await bus.close()
+
+    asyncio.run(play())
+
+
+async def test_a_commit_takes_the_server_no_longer_for_large_groups(bus: Bus) -> None:
+    ledger, sent = Ledger(bus), []
+    epoch = await ledger.take_epoch()
+    await ledger.commit(epoch, record(0, None, 0), [], None)
+    for step, nbytes in ((1, 1000), (2, 20_000_000)):
+        await bus.publish(ROLLOUTS, builders.group(step), str(step))
+        (delivery,) = await bus.read(ROLLOUTS, RolloutGroup, "reward-0", 1, None)
+        await bus.hand_over(delivery, EXPERIENCE, bytes(nbytes))
+        batch = await bus.read(EXPERIENCE, Experience, "trainer", 1, None)
+        assert len(batch[0].data) == nbytes
+        before = (await raw(bus).info("memory"))["used_memory"]
+        await ledger.commit(epoch, record(step, step - 1, step), batch, report(step, step))
+        sent.append((await raw(bus).info("memory"))["used_memory"] - before)
+    assert max(sent) < 100_000, "no byte is copied"
+    assert [len(entry.data) for entry in await ledger.journal("")] == [1000, 20_000_000]
+
+
+async def test_a_step_of_which_a_payload_is_lost_is_not_replayed_in_part(bus: Bus) -> None:
+    ledger = Ledger(bus)
+    epoch = await ledger.take_epoch()
+    await ledger.commit(epoch, record(0, None, 0), [], None)
+    for group in (0, 1):
+        await bus.publish(ROLLOUTS, builders.group(group), str(group))
+        (delivery,) = await bus.read(ROLLOUTS, RolloutGroup, "reward-0", 1, None)
+        await bus.hand_over(delivery, EXPERIENCE, builders.experience(group))
+    batch = await bus.read(EXPERIENCE, Experience, "trainer", 2, None)
+    await ledger.commit(epoch, record(1, 0, 1), batch, report(1, 1))
+    assert [entry.step for entry in await ledger.journal("")] == [1, 1]
+    await bus.write(PAYLOADS, "HDEL", f"experience:{batch[1].entry_id}")
+    assert await ledger.journal("") == []
