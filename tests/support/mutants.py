@@ -23,6 +23,8 @@ from typing import Any, NoReturn
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 1800.0
+PATIENCE_S = "60"
+"""Of tests that wait for what a mutant prevents."""
 IMPORTED = ("fastapi", "numpy", "pydantic.v1", "redis.asyncio", "torch", "typer", "uvicorn")
 FAILED = 1
 """pytest's exit status; other failures are those of the mutant's row."""
@@ -99,7 +101,7 @@ def main(names: list[str]) -> dict[str, Any]:
             (copy / path).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / path, copy / path, follow_symlinks=False)
         (copy / ".venv").symlink_to(ROOT / ".venv")
-        os.environ["PYTHONPATH"] = str(copy)
+        os.environ |= {"PYTHONPATH": str(copy), "PENSTOCK_PATIENCE_S": PATIENCE_S}
         for name in IMPORTED:
             importlib.import_module(name)
         guards = sorted({path for mutant in chosen.values() for path in mutant["tests"].split()})

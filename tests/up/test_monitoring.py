@@ -1,5 +1,6 @@
 """A real Prometheus (``penstock up --prometheus``): every panel and alert has series."""
 
+import asyncio
 import json
 import os
 import signal
@@ -28,6 +29,7 @@ from tests.support.promql import filled, metrics, series
 from tests.support.raw_redis import raw
 
 ROOT = Path(__file__).parents[2]
+SCRAPED_EVERY_S = 2.0
 SILENT = {
     "penstock_nccl_transport": "there is no GPU",
     "DCGM_": "NVIDIA's exporter is a process of the cluster",
@@ -100,10 +102,12 @@ def reason_for_silence(expression: str) -> str:
 async def all_answered(run: Run, expressions: dict[str, str]) -> None:
     waiting = dict(expressions)
 
-    def answered() -> bool:
+    async def answered() -> bool:
         assert run.process.poll() is None, run.log.read_text()
         for name in [name for name, expression in waiting.items() if run.ask(expression)]:
             del waiting[name]
+        if waiting:
+            await asyncio.sleep(SCRAPED_EVERY_S)  # to ask takes time that the run needs
         return not waiting
 
     try:
