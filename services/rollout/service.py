@@ -54,7 +54,7 @@ from penstock.shared.weights.receiver.puller import Puller
 
 GENERATED_TOKENS = Counter("penstock_rollout_generated_tokens_total", "Tokens generated, by purpose.", ["purpose"])
 GENERATED_SAMPLES = Counter(
-    "penstock_rollout_generated_samples_total", "Completions generated, by purpose.", ["purpose"]
+    "penstock_rollout_generated_samples_total", "Completions, or turns of episodes, generated, by purpose.", ["purpose"]
 )
 TRUNCATED_SAMPLES = Counter(
     "penstock_rollout_truncated_samples_total", "Completions cut at their length limit, by purpose.", ["purpose"]
@@ -134,7 +134,9 @@ class Generation:
         async with self._precedence.turn(request.sampling.samples, training=purpose is Purpose.TRAIN):
             if purpose is Purpose.EVALUATE:
                 await self._follower.check_kept(min_version)
-            return await self._engine.generate(request)
+            drawn = await self._engine.generate(request)
+        self._count(purpose, [drawn])
+        return drawn
 
     async def handle_together(
         self, prompt: Prompt, places: Sequence[int], hand_over: HandOver, purpose: Purpose
@@ -164,6 +166,7 @@ class Generation:
                     failed = next(filter(None, (task.exception() for task in done)), failed)
                     made = {place: ended[place].result() for place in sorted(ended) if not ended[place].exception()}
                     if made:
+                        self._count(purpose, list(made.values()))
                         names = ",".join(map(str, made))
                         part = self._made(bare(prompt), token_ids, list(made.values()), purpose, names)
                         await hand_over(dataclasses.replace(part, places=tuple(made)))
@@ -198,11 +201,8 @@ class Generation:
     def _made(
         self, prompt: Prompt, token_ids: Int32Array, generated: Sequence[GeneratedGroup], purpose: Purpose, part: str
     ) -> RolloutGroup:
-        self._count(prompt.purpose, generated)
-        started_s, finished_s = (
-            min(each.started_at_s for each in generated),
-            max(each.finished_at_s for each in generated),
-        )
+        started_s = min(each.started_at_s for each in generated)
+        finished_s = max(each.finished_at_s for each in generated)
         if purpose is Purpose.TRAIN:
             key = f"{part}/{prompt.requeues}"
             TRACES.add("generated", prompt.group_id, started_s, finished_s, key, samples=part)

@@ -51,6 +51,7 @@ async def test_every_turn_of_an_evaluation_is_of_its_version_while_newer_ones_ar
         return binary_search(prompt, version, lot)
 
     player: Player = await playing(script)  # type: ignore[operator]
+    await until(lambda: player.contexts[0].status.version == 3)  # before the newer one, which it would pull instead
     await begin(player, 5, 14)
     await announce(bus, tmp_path / "newer", 4)
     await player.start_replica("rollout-1")  # holds whichever it finds

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client import REGISTRY
 
 from penstock.services.episodes.drivers.agent import AgentFunction, AgentPlayer
 from penstock.services.episodes.drivers.agent_server import AgentServer
@@ -172,8 +173,13 @@ async def playing(bus: Bus, tmp_path: Path) -> AsyncIterator[Any]:
         yield begin
 
 
+def drawn_tokens() -> float:
+    return REGISTRY.get_sample_value("penstock_rollout_generated_tokens_total", {"purpose": "train"}) or 0.0
+
+
 async def test_an_entry_becomes_a_sample_of_several_turns_with_its_environments_reward(playing: Any) -> None:
     player = await playing()
+    before = drawn_tokens()
     await player.admit(5, 14)
     first, second = await player.groups(2)
     assert len(first.samples) == len(second.samples) == 2
@@ -182,6 +188,8 @@ async def test_an_entry_becomes_a_sample_of_several_turns_with_its_environments_
         for sample in group.samples:
             assert (sample.environment_reward, sample.ended, sample.versions) == (1.0, Ended.STOP, {3})
             assert sample.segments[:, 2].tolist() == [0, 1] * (len(sample.segments) // 2)
+    sampled = [sample.sampled_tokens for group in (first, second) for sample in group.samples]
+    assert drawn_tokens() - before == sum(sampled), "what the replica counts, as of completions"
     text = characters().decode(second.samples[0].token_ids)
     assert text.startswith("t:1<eos>u:guess, row 1 (a number)<eos>a:<tool_call>")
     assert [hint for _, hint in re.findall(r'"number":(\d+)\}.*?t:([<>=])', text)] == [">", ">", ">"]

@@ -22,6 +22,7 @@ from penstock.services.up.plan import ProcessPlan
 from penstock.shared.bus.bus import Bus
 from penstock.shared.bus.streams import PROMPTS
 from penstock.shared.errors import SettingsError
+from tests.chaos import episodes
 from tests.conftest import PATIENCE_S, need, until
 from tests.deploy.test_dashboards import alerts_and_records
 from tests.support import forge
@@ -38,6 +39,7 @@ SILENT = {
     "penstock_rollout_logprobs_captured": "the same",
     "penstock_reward_model_": "the example has no reward model",
     "penstock_reward_batch_fill_ratio": "the same",
+    "penstock_reward_lenient_total": "no scorer of the example compares answers",
     "penstock_executor_": "no scorer of the example runs code",
     "penstock_reward_process_restarts_total": "nothing is replaced without a fault",
 }
@@ -47,18 +49,21 @@ SILENT = {
 class Run:
     def __init__(self, folder: Path) -> None:
         self.folder = folder / "watched"
-        flags = [f"--run.folder={folder}", "--run.id=watched", "--run.steps=100000"]
-        flags += [
-            "--evaluation.every_steps=5",
-            f"--evaluation.path={forge.FEW_PROBLEMS}",
-            "--trainer.checkpoint_every_steps=5",
-        ]
-        flags += ["--internal.probe_every_versions=2", "--algorithm.groups_per_step=8"]
+        chosen = {
+            **episodes.flags(folder),
+            "episodes.replicas": 1,
+            "run.folder": folder,
+            "run.id": "watched",
+            "run.steps": 100_000,
+            "evaluation.every_steps": 5,
+            "trainer.checkpoint_every_steps": 5,
+            "internal.probe_every_versions": 2,
+            "algorithm.groups_per_step": 8,
+        }
+        flags = [f"--{setting}={value}" for setting, value in chosen.items()]
         self.log = folder / "up.log"
         with self.log.open("wb") as log:
-            self.process = forge.start(
-                "penstock.services.cli", ["up", "config/arithmetic.toml", "--prometheus", *flags], log
-            )
+            self.process = forge.start("penstock.services.cli", ["up", episodes.CONFIG, "--prometheus", *flags], log)
         self.prometheus = Prometheus(self.log)
 
     def ask(self, expression: str) -> list[dict[str, Any]]:
@@ -152,7 +157,7 @@ async def test_every_alert_looks_at_series_that_a_live_run_has(run: Run) -> None
 @pytest.mark.slow
 @pytest.mark.debian
 async def test_every_service_is_a_target_by_run_service_and_replica(paused: Run) -> None:
-    replicas = {"coordinator-0", "rollout-0", "rollout-1", "reward-0", "trainer-0"}
+    replicas = {"coordinator-0", "episodes-0", "rollout-0", "rollout-1", "reward-0", "trainer-0"}
     await until(lambda: {str(sample["metric"]["instance"]) for sample in paused.ask("up == 1")} == replicas)
     (sample,) = paused.ask('up{instance="rollout-1"}')
     assert sample["metric"] == {
@@ -164,7 +169,7 @@ async def test_every_service_is_a_target_by_run_service_and_replica(paused: Run)
 @pytest.mark.debian
 async def test_promtool_finds_nothing_in_the_metrics_of_any_service(paused: Run) -> None:
     promtool = need("promtool", "prometheus")
-    await until(lambda: len(paused.targets()) == 5)
+    await until(lambda: len(paused.targets()) == 6)
     for name, address in paused.targets().items():
         text = httpx.get(f"http://{address}/metrics", timeout=PATIENCE_S).text
         done = subprocess.run(
@@ -176,7 +181,7 @@ async def test_promtool_finds_nothing_in_the_metrics_of_any_service(paused: Run)
 @pytest.mark.slow
 @pytest.mark.debian
 async def test_a_killed_replica_stays_in_sight_and_comes_back_under_its_name(paused: Run) -> None:
-    await until(lambda: len(paused.ask("up == 1")) == 5)
+    await until(lambda: len(paused.ask("up == 1")) == 6)
     before = paused.targets()["rollout-1"]
     rows = json.loads((paused.folder / "up.json").read_text())["processes"]
     os.kill(next(row["pid"] for row in rows if row["name"] == "rollout-1"), signal.SIGKILL)
@@ -188,7 +193,7 @@ async def test_a_killed_replica_stays_in_sight_and_comes_back_under_its_name(pau
 @pytest.mark.slow
 @pytest.mark.debian
 async def test_a_message_that_nobody_can_read_raises_the_alert_of_dead_letters(paused: Run) -> None:
-    await until(lambda: len(paused.ask("up == 1")) == 5)
+    await until(lambda: len(paused.ask("up == 1")) == 6)
     firing = 'ALERTS{alertname="PenstockDeadLetters",alertstate="firing"}'
     assert not paused.ask(firing)
     bus = await paused.bus()
