@@ -29,7 +29,7 @@ help:
 	@echo "make faults  a real run with Prometheus, and every guard and alert raised by its fault; 3 to 8 minutes"
 	@echo "make portability  what compares floats, under the instruction sets of older CPUs and other numbers of threads"
 	@echo "make portability-processes  the same for tests that start trainers; ROUNDS=10 times each, counted"
-	@echo "make mutants breaks 41 laws one by one; their tests must notice; ARGS=NAME for one"
+	@echo "make mutants breaks 40 laws one by one; their tests must notice; ARGS=NAME for one"
 	@echo "make storm   30 minutes of faults over a real run, then the audit; ARGS='--seed 7'"
 	@echo "make check   what CI runs: ruff, mypy, the import rule, all tests, the faults"
 	@echo "make openapi write docs/openapi.json, the description of the HTTP API"

@@ -1,5 +1,6 @@
 """Fixtures: one Valkey for the session, one bus per test."""
 
+import collections
 import importlib.util
 import os
 import shutil
@@ -47,14 +48,15 @@ def pytest_collection() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the slowest files first, so that parallel processes end together."""
+    """Run the slowest files first, then those with most tests, so that parallel processes end together."""
     allowed_s: dict[Path, list[float]] = {}
     for item in items:
         slow, limit = item.get_closest_marker("slow"), item.get_closest_marker("timeout")
         if slow is not None or limit is not None:
             allowed_s.setdefault(item.path, []).append(600.0 if limit is None else limit.args[0])
     most_s = {path: (max(allowances), sum(allowances)) for path, allowances in allowed_s.items()}
-    items.sort(key=lambda item: most_s.get(item.path, (0.0, 0.0)), reverse=True)
+    tests = collections.Counter(item.path for item in items)
+    items.sort(key=lambda item: (*most_s.get(item.path, (0.0, 0.0)), tests[item.path]), reverse=True)
 
 
 def pytest_sessionfinish() -> None:

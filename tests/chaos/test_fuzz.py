@@ -1,4 +1,4 @@
-"""The law of hostile messages: PENSTOCK_FUZZ_MESSAGES (2,000; `make fuzz`: 20,000) on every stream,
+"""The law of hostile messages: PENSTOCK_FUZZ_MESSAGES (1,000; `make fuzz`: 20,000) on every stream,
 PENSTOCK_FUZZ_SEED (7).
 """
 
@@ -11,7 +11,7 @@ import pytest
 
 from tests.chaos.fuzz import fuzz
 
-MESSAGES = int(os.environ.get("PENSTOCK_FUZZ_MESSAGES", "2000"))
+MESSAGES = int(os.environ.get("PENSTOCK_FUZZ_MESSAGES", "1000"))
 SEED = int(os.environ.get("PENSTOCK_FUZZ_SEED", "7"))
 
 

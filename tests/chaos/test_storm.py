@@ -1,4 +1,4 @@
-"""The storm: each fault PENSTOCK_STORM_ROUNDS times (1; in CI 3), with PENSTOCK_STORM_SEED (6); `make storm`: longer."""
+"""The storm: each fault PENSTOCK_STORM_ROUNDS times (1), with PENSTOCK_STORM_SEED (6); `make storm`: for 30 minutes."""
 
 import dataclasses
 import json
@@ -9,7 +9,7 @@ import pytest
 
 from tests.chaos.storm import storm
 
-ROUNDS = int(os.environ.get("PENSTOCK_STORM_ROUNDS", "3" if os.environ.get("CI") == "true" else "1"))
+ROUNDS = int(os.environ.get("PENSTOCK_STORM_ROUNDS", "1"))
 SEED = int(os.environ.get("PENSTOCK_STORM_SEED", "6"))
 
 

@@ -1,7 +1,9 @@
 """Render the chart with real Helm against a fake cluster."""
 
+import atexit
 import base64
 import dataclasses
+import functools
 import json
 import os
 import subprocess
@@ -12,7 +14,6 @@ from typing import Any
 
 import yaml
 
-from tests.conftest import PATIENCE_S
 from tests.support.fake_kubernetes import JOB_SET, KEDA, LEADER_WORKER_SET, OPERATOR, FakeKubernetes
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -141,20 +142,31 @@ def play_all(
             for number, steps in enumerate(releases)
         ],
     }
+    player = _player()
+    assert player.stdin is not None
+    assert player.stdout is not None
     try:
-        done = subprocess.run(
-            [sys.executable, "-m", "tests.support.helm_player"],
-            input=json.dumps(job),
-            text=True,
-            capture_output=True,
-            timeout=PATIENCE_S,
-            cwd=ROOT,
-            env={**os.environ, "HELM_DRIVER": "memory"},
-        )
+        print(json.dumps(job), file=player.stdin, flush=True)
+        answer = player.stdout.readline()
     finally:
         fake.close()
-    assert done.returncode == 0, done.stderr
-    return [[_release(step) for step in release] for release in json.loads(done.stdout)]
+    assert answer, f"expected an answer of Helm, which ended: {player.poll()}"
+    return [[_release(step) for step in release] for release in json.loads(answer)]
+
+
+@functools.cache
+def _player() -> subprocess.Popen[str]:
+    """Start Helm once: to import it takes longer than a chart. It ends with its standard input."""
+    player = subprocess.Popen(
+        [sys.executable, "-m", "tests.support.helm_player"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "HELM_DRIVER": "memory"},
+    )
+    atexit.register(player.communicate)
+    return player
 
 
 def render(chart_values: Json, **cluster: Any) -> Release:
@@ -172,8 +184,8 @@ def refusal(chart_values: Json, **cluster: Any) -> str:
 def _release(rendered: Json) -> Release:
     if "error" in rendered:
         return Release((), (), "", rendered["error"], "")
-    objects = [manifest for manifest in yaml.safe_load_all(rendered["manifest"]) if manifest]
-    hooks = [yaml.safe_load(hook["manifest"]) for hook in rendered.get("hooks") or ()]
+    objects = [manifest for manifest in yaml.load_all(rendered["manifest"], yaml.CSafeLoader) if manifest]
+    hooks = [yaml.load(hook["manifest"], yaml.CSafeLoader) for hook in rendered.get("hooks") or ()]
     return Release(objects, hooks, rendered["info"].get("notes", ""), "", rendered["manifest"])
 
 

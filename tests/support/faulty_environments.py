@@ -1,4 +1,4 @@
-"""Environments with one fault each."""
+"""Environments with faults."""
 
 import random
 import subprocess
@@ -73,10 +73,4 @@ class Leaking(Constant):
 
     def reset(self) -> None:
         self.opened.append(open("/dev/null"))  # noqa: SIM115, PTH123
-
-
-class Spawning(Constant):
-    opened: list[Any] = []  # noqa: RUF012
-
-    def reset(self) -> None:
         self.opened.append(subprocess.Popen(["sleep", "300"]))

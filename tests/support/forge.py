@@ -7,7 +7,7 @@
 
 Forked services are ordinary processes (``tests/support/forked.py``). The forge is single-threaded and imports
 libraries only, so that metrics of services stay their own. Runs with vLLM have a forge of their own, a fork of the first
-one that has imported vLLM, too.
+one that has imported vLLM, too. Test processes of one session share both, and they end with the last of these.
 """
 
 import asyncio
@@ -22,10 +22,11 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import IO, Any, NoReturn, cast
 
 from penstock.shared.process.importing import importing, uncompiled
 from tests.support import forked as forks
@@ -43,6 +44,8 @@ UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 """A distributed_executor_backend: the model in its engine's process, as on a GPU. vLLM ignores "uni" on a CPU."""
 _MESSAGE_BYTES = 1 << 18
 _RUN_S = 800.0
+_begun: list[subprocess.Popen[bytes]] = []
+"""This process's forges, kept from the garbage collector, which would warn that they run."""
 
 
 class Forked:
@@ -97,8 +100,8 @@ def start(
         return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=output)
     job = {"module": module, "arguments": words, "environment": environment}
     ended, tells = os.pipe()
-    with_vllm = "--rollout.engine=vllm" in words or module.startswith("vllm.")
-    link = _forge_with_vllm() if with_vllm else _forge()[0]
+    with_vllm = "--rollout.engine=vllm" in words or module.startswith(("vllm.", "tests.support.vllm_"))
+    link = _forge_with_vllm() if with_vllm else _forge()
     socket.send_fds(link, [json.dumps(job).encode()], [output.fileno(), tells])
     os.close(tells)
     return Forked(int(link.recv(_MESSAGE_BYTES)), ended)
@@ -115,52 +118,111 @@ async def up(words: Sequence[object], output: Path) -> None:
     assert code == 0, output.read_text()
 
 
+def scenes(module: str, *words: str, timeout_s: float) -> list[dict[str, Any]]:
+    """Return the JSON objects that a module prints."""
+    with tempfile.TemporaryFile("w+") as file:
+        process = start(module, words, file)
+        try:
+            process.wait(timeout_s)
+        finally:
+            process.kill()
+        file.seek(0)
+        output = file.read()
+    objects = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+    assert objects, output[-3000:]
+    return objects
+
+
 @functools.cache
-def _forge() -> tuple[socket.socket, subprocess.Popen[bytes]]:
-    ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with its:
-        command = [sys.executable, "-m", "tests.support.forge", str(its.fileno())]
-        return ours, subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, pass_fds=[its.fileno()])
+def _forge() -> socket.socket:
+    def begin(listener: socket.socket) -> None:
+        command = [sys.executable, "-m", "tests.support.forge", str(listener.fileno())]
+        _begun.append(subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, pass_fds=[listener.fileno()]))
+
+    return _joined("services", begin)
 
 
 @functools.cache
 def _forge_with_vllm() -> socket.socket:
-    (first, _), (ours, its) = _forge(), socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with its:
-        socket.send_fds(first, [json.dumps({"imported": VLLM}).encode()], [its.fileno()])
-        first.recv(_MESSAGE_BYTES)
-    return ours
+    def begin(listener: socket.socket) -> None:
+        socket.send_fds(_forge(), [json.dumps({"imported": VLLM}).encode()], [listener.fileno()])
+        _forge().recv(_MESSAGE_BYTES)
+
+    return _joined("vllm", begin)
+
+
+def _joined(kind: str, begin: Callable[[socket.socket], None]) -> socket.socket:
+    """Connect to the forge that the test processes of this session share: the first that needs it begins it."""
+    session = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
+    name = f"\0penstock-{kind}-{session}"
+    while True:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            try:
+                listener.bind(name)
+            except OSError:
+                pass  # another process has begun it
+            else:
+                listener.listen()
+                begin(listener)
+        link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with contextlib.suppress(ConnectionError):  # it ended with its last connection
+            link.connect(name)
+            link.send(b"{}")
+            if link.recv(_MESSAGE_BYTES):
+                return link
+        link.close()
 
 
 # ---------------------------------------------------------------- the forge
 
 
-def serve(link: socket.socket) -> None:
+def serve(listener: socket.socket) -> None:
+    """Fork what connections ask for, until the last of them is closed."""
     running: dict[int, tuple[int, int]] = {}
+    links: set[socket.socket] = set()
     with selectors.DefaultSelector() as ready:
-        ready.register(link, selectors.EVENT_READ)
+        ready.register(listener, selectors.EVENT_READ)
         while True:
             for key, _ in ready.select():
-                if key.fileobj is not link:
+                if key.fileobj is listener:
+                    link, _ = listener.accept()
+                    links.add(link)
+                    ready.register(link, selectors.EVENT_READ)
+                elif key.fd in running:
                     pid, tells = running.pop(key.fd)
                     os.write(tells, str(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])).encode())
                     ready.unregister(key.fd)
                     os.close(key.fd)
                     os.close(tells)
-                    continue
-                message, descriptors, _, _ = socket.recv_fds(link, _MESSAGE_BYTES, 2)
-                if not message:
-                    return
-                if "imported" in (job := json.loads(message)):
-                    link.send(str(_fork(job["imported"], *descriptors)).encode())
-                    continue
-                output, tells = descriptors
-                pid = forks.fork([job["module"], *job["arguments"]], job["environment"], output)
-                watched = os.pidfd_open(pid)
-                running[watched] = (pid, tells)
-                ready.register(watched, selectors.EVENT_READ)
-                os.close(output)
-                link.send(str(pid).encode())
+                elif (begun := _answer(link := cast("socket.socket", key.fileobj))) is None:
+                    ready.unregister(link)
+                    link.close()
+                    links.remove(link)
+                    if not links:
+                        return
+                elif begun:
+                    watched = os.pidfd_open(begun[0])
+                    running[watched] = begun
+                    ready.register(watched, selectors.EVENT_READ)
+
+
+def _answer(link: socket.socket) -> tuple[int, int] | tuple[()] | None:
+    """Do what a message asks; return a service's process and the pipe that its end is written to, or None at the end."""
+    message, descriptors, _, _ = socket.recv_fds(link, _MESSAGE_BYTES, 2)
+    if not message:
+        return None
+    job = json.loads(message)
+    if not job:
+        link.send(b"ready")
+        return ()
+    if "imported" in job:
+        link.send(str(_fork(job["imported"], *descriptors)).encode())
+        return ()
+    output, tells = descriptors
+    pid = forks.fork([job["module"], *job["arguments"]], job["environment"], output)
+    os.close(output)
+    link.send(str(pid).encode())
+    return pid, tells
 
 
 def _fork(imported: Sequence[str], descriptor: int) -> int:
@@ -182,9 +244,9 @@ def _import(names: Sequence[str]) -> None:
 
 def _serve_until_the_end(descriptor: int) -> NoReturn:
     try:
-        link = socket.socket(fileno=descriptor)
+        listener = socket.socket(fileno=descriptor)
         forks.keep_open({descriptor})
-        serve(link)
+        serve(listener)
     finally:
         os._exit(0)  # skip clean-up of libraries
 

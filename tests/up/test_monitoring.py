@@ -1,5 +1,6 @@
 """A real Prometheus (``penstock up --prometheus``): every panel and alert has series."""
 
+import asyncio
 import json
 import os
 import signal
@@ -13,6 +14,7 @@ import httpx
 import pytest
 
 from deploy.dashboards.__main__ import BOARDS
+from penstock.services.cli.__main__ import main
 from penstock.services.client.views import ReplicaView
 from penstock.services.up.metrics import prometheus
 from penstock.services.up.metrics.targets import Targets, targets_file
@@ -29,6 +31,7 @@ from tests.support.promql import filled, metrics, series
 from tests.support.raw_redis import raw
 
 ROOT = Path(__file__).parents[2]
+SCRAPED_EVERY_S = 2.0
 SILENT = {
     "penstock_nccl_transport": "there is no GPU",
     "DCGM_": "NVIDIA's exporter is a process of the cluster",
@@ -97,6 +100,15 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     run.close()
 
 
+@pytest.fixture(scope="module")
+def paused(run: Run) -> Run:
+    """Leave the machine to others, as the metrics of processes are there without work."""
+    while main(["pause", "--run", str(run.folder)]) != 0:
+        assert run.process.poll() is None, run.log.read_text()
+        time.sleep(1.0)
+    return run
+
+
 def reason_for_silence(expression: str) -> str:
     names = metrics(expression)
     return next((why for start, why in SILENT.items() if any(name.startswith(start) for name in names)), "")
@@ -105,10 +117,12 @@ def reason_for_silence(expression: str) -> str:
 async def all_answered(run: Run, expressions: dict[str, str]) -> None:
     waiting = dict(expressions)
 
-    def answered() -> bool:
+    async def answered() -> bool:
         assert run.process.poll() is None, run.log.read_text()
         for name in [name for name, expression in waiting.items() if run.ask(expression)]:
             del waiting[name]
+        if waiting:
+            await asyncio.sleep(SCRAPED_EVERY_S)  # to ask takes time that the run needs
         return not waiting
 
     try:
@@ -142,10 +156,10 @@ async def test_every_alert_looks_at_series_that_a_live_run_has(run: Run) -> None
 
 @pytest.mark.slow
 @pytest.mark.debian
-async def test_every_service_is_a_target_by_run_service_and_replica(run: Run) -> None:
+async def test_every_service_is_a_target_by_run_service_and_replica(paused: Run) -> None:
     replicas = {"coordinator-0", "episodes-0", "rollout-0", "rollout-1", "reward-0", "trainer-0"}
-    await until(lambda: {str(sample["metric"]["instance"]) for sample in run.ask("up == 1")} == replicas)
-    (sample,) = run.ask('up{instance="rollout-1"}')
+    await until(lambda: {str(sample["metric"]["instance"]) for sample in paused.ask("up == 1")} == replicas)
+    (sample,) = paused.ask('up{instance="rollout-1"}')
     assert sample["metric"] == {
         "__name__": "up", "job": "penstock", "run": "watched", "service": "rollout", "instance": "rollout-1",
     }  # fmt: skip
@@ -153,10 +167,10 @@ async def test_every_service_is_a_target_by_run_service_and_replica(run: Run) ->
 
 @pytest.mark.slow
 @pytest.mark.debian
-async def test_promtool_finds_nothing_in_the_metrics_of_any_service(run: Run) -> None:
+async def test_promtool_finds_nothing_in_the_metrics_of_any_service(paused: Run) -> None:
     promtool = need("promtool", "prometheus")
-    await until(lambda: len(run.targets()) == 6)
-    for name, address in run.targets().items():
+    await until(lambda: len(paused.targets()) == 6)
+    for name, address in paused.targets().items():
         text = httpx.get(f"http://{address}/metrics", timeout=PATIENCE_S).text
         done = subprocess.run(
             [promtool, "check", "metrics"], input=text, capture_output=True, text=True, timeout=PATIENCE_S
@@ -166,28 +180,28 @@ async def test_promtool_finds_nothing_in_the_metrics_of_any_service(run: Run) ->
 
 @pytest.mark.slow
 @pytest.mark.debian
-async def test_a_killed_replica_stays_in_sight_and_comes_back_under_its_name(run: Run) -> None:
-    await until(lambda: len(run.ask("up == 1")) == 6)
-    before = run.targets()["rollout-1"]
-    rows = json.loads((run.folder / "up.json").read_text())["processes"]
+async def test_a_killed_replica_stays_in_sight_and_comes_back_under_its_name(paused: Run) -> None:
+    await until(lambda: len(paused.ask("up == 1")) == 6)
+    before = paused.targets()["rollout-1"]
+    rows = json.loads((paused.folder / "up.json").read_text())["processes"]
     os.kill(next(row["pid"] for row in rows if row["name"] == "rollout-1"), signal.SIGKILL)
-    await until(lambda: bool(run.ask('changes(process_start_time_seconds{instance="rollout-1"}[10m]) >= 1')))
-    assert run.targets()["rollout-1"] != before
-    assert run.ask('up{instance="rollout-1"}')
+    await until(lambda: bool(paused.ask('changes(process_start_time_seconds{instance="rollout-1"}[10m]) >= 1')))
+    assert paused.targets()["rollout-1"] != before
+    assert paused.ask('up{instance="rollout-1"}')
 
 
 @pytest.mark.slow
 @pytest.mark.debian
-async def test_a_message_that_nobody_can_read_raises_the_alert_of_dead_letters(run: Run) -> None:
-    await until(lambda: len(run.ask("up == 1")) == 6)
+async def test_a_message_that_nobody_can_read_raises_the_alert_of_dead_letters(paused: Run) -> None:
+    await until(lambda: len(paused.ask("up == 1")) == 6)
     firing = 'ALERTS{alertname="PenstockDeadLetters",alertstate="firing"}'
-    assert not run.ask(firing)
-    bus = await run.bus()
+    assert not paused.ask(firing)
+    bus = await paused.bus()
     try:
         await raw(bus).xadd(bus.keys.of(PROMPTS), {b"group": b"poison", b"data": b"\xc1 not msgpack"})
     finally:
         await bus.close()
-    await until(lambda: bool(run.ask(firing)))
+    await until(lambda: bool(paused.ask(firing)))
 
 
 def test_without_prometheus_up_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

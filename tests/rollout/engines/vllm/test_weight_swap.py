@@ -1,9 +1,6 @@
 """Weights into real vLLM models: by plan for plain layers, layer by layer for packed ones."""
 
 import importlib.util
-import json
-import subprocess
-import sys
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +11,7 @@ from torch import nn
 
 from penstock.services.rollout.engines.vllm.swap.reload_repairs import fuse_gates_again, packing_experts_again
 from penstock.services.rollout.engines.vllm.swap.weight_swap import _derived
+from tests.support import forge
 from tests.support.tolerance import FORWARD
 
 WHOLE_GAP_NATS = FORWARD
@@ -27,11 +25,7 @@ needs_vllm = pytest.mark.skipif(
 
 @cache
 def seen() -> dict[str, dict[str, Any]]:
-    command = [sys.executable, "-m", "tests.support.vllm_models"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    results: dict[str, dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
-    return results
+    return forge.scenes("tests.support.vllm_models", timeout_s=400)[-1]
 
 
 @pytest.mark.slow
