@@ -412,21 +412,25 @@ def report(
     run: RunArgument = LATEST,
     run_option: RunOption = None,
     against: Annotated[
-        Path | None, typer.Option("--against", metavar="RUN", help="Compare with this run instead.", show_default=False)
+        list[Path] | None,
+        typer.Option(
+            "--against", metavar="RUN", help="Compare with this run instead; again for more.", show_default=False
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write `report.html` of a run from its records, at any time, or compare two runs.
+    """Write `report.html` of a run from its records, at any time, or compare runs.
 
-    `--against` compares settings, curves over the steps that both have, and recorded rollouts for the same prompts.
+    `--against` compares settings, curves over the steps that all have, and recorded rollouts for the same prompts, and
+    writes `overlay.html`, in which the runs' curves are drawn over one another.
 
     **Examples:** `penstock report runs/latest` · `penstock report runs/math-a --against runs/math-b`
     """
     run = named(run_option or run)
-    if against is not None:
+    if against:
         from penstock.services.cli.reports import diff
 
-        diff.compare(run, named(against), as_json=as_json)
+        diff.compare([run, *map(named, against)], as_json=as_json)
         return
     from penstock.services.coordinator.records.report import write_report
 

@@ -29,15 +29,18 @@ _HOSTILE, _HONEST = ("flood", "send_much", "try_keys", "set_reward", "fork"), 6
 _LEFT_S = 60.0
 
 
-def flags(folder: Path) -> Mapping[str, object]:
-    """Write a policy of random weights, and rows; return the settings of a run in which an agent guesses numbers."""
+def flags(folder: Path, *, hostile: bool = False) -> Mapping[str, object]:
+    """Write a policy of random weights, and rows; return the settings of a run in which an agent guesses numbers.
+
+    ``hostile``: and of which some rows' agents flood the service, which takes much of a machine.
+    """
     make = importlib.import_module("examples.guess.make")
     torch.manual_seed(0)
     tokenizer = make.build_tokenizer()
     make.build_policy(tokenizer).save_pretrained(folder / "policy")
     tokenizer.save_pretrained(folder / "policy")
     rows = [{"prompt": "?", "secret": number, "folder": str(folder), "do": ""} for number in make.NUMBERS]
-    attacks = [{**rows[0], "do": order} for order in _HOSTILE]
+    attacks = [{**rows[0], "do": order} for order in _HOSTILE if hostile]
     for name, content in (("train", rows * _HONEST + attacks), ("problems", rows)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in content))
     return {

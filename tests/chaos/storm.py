@@ -285,12 +285,12 @@ async def storm(
         seconds: its length.
         rounds: how often each fault strikes.
         shared: trainer and replica use one device in turn.
-        with_episodes: an agent plays episodes.
+        with_episodes: an agent plays episodes; for ``seconds``, some of its rows are hostile.
         forked: processes by ``tests/support/forge.py``, so that recoveries take less time than a user's.
     """
     flags, config = (SHARED if shared else {}), "config/arithmetic.toml"
     if with_episodes:
-        flags, config = episodes.flags(folder), episodes.CONFIG
+        flags, config = episodes.flags(folder, hostile=seconds < math.inf), episodes.CONFIG
     async with harmed(folder, seed, flags, config=config, forked=forked) as (run, server, proxy, bus):
         watcher = Watcher(bus)
         async with watcher.watching():

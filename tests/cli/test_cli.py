@@ -299,7 +299,7 @@ def test_every_setting_is_explained() -> None:
     assert explained["sampling.group_size"] == ("integer", "16")
     assert explained["algorithm.on_stale"] == ("'drop' | 'requeue' | 'mask' | 'wait'", '"drop"')
     assert explained["reward.scorers[answer].needs_stop"] == ("true | false", "false")
-    assert explained["evaluation.path"] == ("text | table", "none")
+    assert explained["evaluation.path"] == ("text | table", '""')
 
 
 def test_the_common_settings_are_a_line_each_and_fit_a_screen() -> None:

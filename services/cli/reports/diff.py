@@ -1,8 +1,9 @@
-"""``penstock report A --against B``: the settings in which two runs differ, their curves, and what they answered to the same prompts."""
+"""``penstock report A --against B``: the settings in which runs differ, their curves, and what they answered to the same prompts."""
 
 import dataclasses
 import itertools
 import json
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.services.coordinator.records.jsonl import read
+from penstock.services.coordinator.records.overlay import write_overlay
 from penstock.services.coordinator.records.summary import one_line_a_step
 from penstock.services.up.display import console
 from penstock.services.up.display.view import spark
@@ -27,7 +29,7 @@ _CURVES = (
 )
 _SUPERVISED = ("loss", "evaluation_loss", "evaluation_accuracy", "preference_accuracy", "preference_margin")
 """First, where a run has no rewards."""
-_SCORER = "scorer_mean_"
+_SCORER, _ACCURACY = "scorer_mean_", "accuracy "
 _ENDS = 5
 """Steps averaged at the end."""
 _POINTS = 24
@@ -49,79 +51,90 @@ class Group:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Curve:
-    """One metric of both runs, over the steps that both have."""
+    """One metric of all runs, over the steps that all have."""
 
     metric: str
-    a: Sequence[float]
-    b: Sequence[float]
+    of_runs: Sequence[Sequence[float]]
     last: int = _ENDS
     """Values averaged at the end."""
 
     @property
-    def ends(self) -> tuple[float, float]:
-        first, second = self.a[-self.last :], self.b[-self.last :]
-        return sum(first) / len(first), sum(second) / len(second)
+    def ends(self) -> list[float]:
+        return [statistics.fmean(values[-self.last :]) for values in self.of_runs]
 
 
-def settings_differences(a: Settings, b: Settings) -> dict[str, tuple[Any, Any]]:
-    """By key, except for names and places."""
-    first, second = _flat(a.model_dump(mode="json")), _flat(b.model_dump(mode="json"))
-    keys = dict.fromkeys([*first, *second])
-    return {
-        key: (first.get(key), second.get(key))
-        for key in keys
-        if key not in _PLACES and first.get(key) != second.get(key)
-    }
+def settings_differences(runs: Sequence[Settings]) -> dict[str, list[Any]]:
+    """Return each run's values of those that are not the same in all, by key, except for names and places."""
+    all_values = [_flat(of.model_dump(mode="json")) for of in runs]
+    keys = dict.fromkeys(itertools.chain(*all_values))
+    rows = {key: [values.get(key) for values in all_values] for key in keys if key not in _PLACES}
+    return {key: row for key, row in rows.items() if any(value != row[0] for value in row)}
 
 
-def curves(a: Path, b: Path) -> tuple[int, list[Curve]]:
-    first, second = (one_line_a_step(read(folder / "metrics.jsonl")) for folder in (a, b))
-    steps = min(len(first), len(second))
-    scorers = sorted({name for line in (*first[:1], *second[:1]) for name in line if name.startswith(_SCORER)})
-    has_rewards = any(_values(lines[:steps], _CURVES[0]) for lines in (first, second))
+def curves(folders: Sequence[Path]) -> tuple[int, list[Curve]]:
+    """Return how many steps all runs have, and the curves that all have."""
+    lines = [one_line_a_step(read(folder / "metrics.jsonl")) for folder in folders]
+    steps = min(map(len, lines))
+    common = [of_run[:steps] for of_run in lines]
+    scorers = sorted({name for of_run in common for line in of_run[:1] for name in line if name.startswith(_SCORER)})
+    has_rewards = any(_values(of_run, _CURVES[0]) for of_run in common)
     drawn = [
-        Curve(name, _values(first[:steps], name), _values(second[:steps], name))
+        Curve(name, [_values(of_run, name) for of_run in common])
         for name in (*(() if has_rewards else _SUPERVISED), _CURVES[0], *scorers, *_CURVES[1:])
     ]
-    drawn += [Curve(f"accuracy {name}", *both, last=1) for name, both in _accuracies(a, b).items()]
-    return steps, [curve for curve in drawn if curve.a and curve.b]
+    accuracies = [_by_set(folder) for folder in folders]
+    sets = [name for name in accuracies[0] if all(name in of_run for of_run in accuracies)]
+    drawn += [Curve(f"{_ACCURACY}{name}", [of_run[name] for of_run in accuracies], last=1) for name in sets]
+    return steps, [curve for curve in drawn if all(curve.of_runs)]
 
 
-def same_prompts(a: Path, b: Path) -> dict[str, tuple[Group, Group]]:
-    """Return the newest groups of problems that both runs recorded, those that differ most in reward first."""
-    lines = [list(read(folder / "rollouts.jsonl")) for folder in (a, b)]
+def same_prompts(folders: Sequence[Path]) -> dict[str, list[Group]]:
+    """Return the newest groups of problems that all runs recorded, those that differ most in reward first."""
+    lines = [list(read(folder / "rollouts.jsonl")) for folder in folders]
     name = (
         "row_id" if all("row_id" in line for line in itertools.chain(*lines) if "problem" in line) else "problem"
     )  # of an older Penstock
-    first, second = (_by_problem(of_run, name) for of_run in lines)
-    both = {problem: (first[problem], second[problem]) for problem in first if problem in second}
-    return dict(sorted(both.items(), key=lambda item: -abs(item[1][0].reward_mean - item[1][1].reward_mean)))
+    groups = [_by_problem(of_run, name) for of_run in lines]
+    shared = {
+        problem: [of_run[problem] for of_run in groups]
+        for problem in groups[0]
+        if all(problem in of_run for of_run in groups)
+    }
+    return dict(sorted(shared.items(), key=lambda item: -_spread(item[1])))
 
 
-def compare(a: Path, b: Path, *, as_json: bool) -> None:
-    differing = settings_differences(load_run(a), load_run(b))
-    (steps, drawn), groups = curves(a, b), same_prompts(a, b)
+def _spread(groups: Sequence[Group]) -> float:
+    rewards = [group.reward_mean for group in groups]
+    return max(rewards) - min(rewards)
+
+
+def compare(folders: Sequence[Path], *, as_json: bool) -> None:
+    """Print the comparison of two runs or more; write their curves over one another into the first one's folder."""
+    differing = settings_differences([load_run(folder) for folder in folders])
+    (steps, drawn), groups = curves(folders), same_prompts(folders)
     if as_json:
         console.say_json(
             {
-                "settings": {key: list(both) for key, both in differing.items()},
+                "settings": differing,
                 "steps": steps,
-                "last": {curve.metric: list(curve.ends) for curve in drawn},
-                "rollouts": {name: list(map(dataclasses.asdict, both)) for name, both in groups.items()},
+                "last": {curve.metric: curve.ends for curve in drawn},
+                "rollouts": {name: list(map(dataclasses.asdict, of_runs)) for name, of_runs in groups.items()},
             }
         )
         return
-    _show("settings", [(key, _shown(first), _shown(second)) for key, (first, second) in differing.items()])
+    names = [folder.resolve().name for folder in folders]
+    _show("settings", names, [(key, *map(_shown, values)) for key, values in differing.items()])
     _show(
         f"the last {min(_ENDS, steps)} of {steps} common steps",
-        [(curve.metric, _drawn(curve.ends[0], curve.a), _drawn(curve.ends[1], curve.b)) for curve in drawn],
+        names,
+        [(curve.metric, *map(_drawn, curve.ends, curve.of_runs)) for curve in drawn],
     )
-    if not groups:
-        return
-    _show(
-        f"rollouts of {len(groups)} problems that both recorded",
-        [(first.problem, _answered(first), _answered(second)) for first, second in list(groups.values())[:_GROUPS]],
-    )
+    if groups:
+        title = f"rollouts of {len(groups)} problems that all recorded"
+        shown = list(groups.values())[:_GROUPS]
+        _show(title, names, [(of_runs[0].problem, *map(_answered, of_runs)) for of_runs in shown])
+    metrics = [curve.metric for curve in drawn if not curve.metric.startswith(_ACCURACY)]
+    console.say(str(write_overlay(list(zip(names, folders, strict=True)), metrics)))
 
 
 def _answered(group: Group) -> str:
@@ -147,21 +160,16 @@ def _drawn(end: float, values: Sequence[float]) -> str:
     return f"{end:.4g}  {spark(values, _POINTS)}"
 
 
-def _show(title: str, rows: Sequence[tuple[str, str, str]]) -> None:
+def _show(title: str, names: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     if not rows:
         console.say(f"{title}: {'no difference' if title == 'settings' else 'nothing to compare'}")
         return
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in (title, "A", "B"):
-        table.add_column(name, overflow="fold")
+    for name in (title, *names):
+        table.add_column(escaped_line(name), overflow="fold")
     for row in rows:
         table.add_row(*(Text(escaped_line(cell)) for cell in row))
     console.show(table)
-
-
-def _accuracies(a: Path, b: Path) -> dict[str, tuple[list[float], list[float]]]:
-    first, second = (_by_set(folder) for folder in (a, b))
-    return {name: (first[name], second[name]) for name in first if name in second}
 
 
 def _by_set(folder: Path) -> dict[str, list[float]]:

@@ -44,30 +44,36 @@ _DOCUMENT = """<!doctype html>
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>Penstock</title><style>{style}</style></head>
 <body>
-<noscript><p class="card">This report needs JavaScript; <code>summary.json</code> beside it does not.</p></noscript>
-<main id="main" hidden><div id="head"></div><div id="tiles" class="tiles"></div>
+<noscript><p class="card">This page needs JavaScript; <code>summary.json</code> beside it does not.</p></noscript>
+{body}
+<script id="data" type="application/json">{data}</script>
+<script type="module">{script}</script>
+</body></html>
+"""
+_BODY = """<main id="main" hidden><div id="head"></div><div id="tiles" class="tiles"></div>
 <h2 id="h-curves">Curves</h2><p id="range" class="soft"></p>
 <div id="curves" class="grid-of" tabindex="0" role="group" aria-labelledby="h-curves" aria-describedby="range"></div>
 <h2 id="h-memory">Memory</h2><div id="memory" class="grid-of" tabindex="0" role="group" aria-labelledby="h-memory"></div>
 <h2>Totals</h2><div id="tables" class="grid-of"></div>
 <h2>Rollouts</h2><div id="rollouts"></div>
-<h2>Records</h2><div id="records"></div></main>
-<script id="data" type="application/json">{data}</script>
-<script type="module">{script}</script>
-</body></html>
-"""
+<h2>Records</h2><div id="records"></div></main>"""
 
 
 def write_report(run_folder: Path, writing: Callable[[], AbstractContextManager[None]] = nullcontext) -> Path:
     """Write report.html, in a context that ``writing`` returns."""
     path = run_folder / "report.html"
-    style, script = (_PAGE / "look.css").read_text(encoding="utf-8"), _script()
-    policy = f"default-src 'none'; style-src {_digest(style)}; script-src {_digest(script)}; base-uri 'none'; form-action 'none'"
-    data = json.dumps(finite(records(run_folder))).replace("<", "\\u003c")
-    document = _DOCUMENT.format(policy=policy, style=style, script=script, data=data)
+    text = document(_BODY, _SCRIPTS, records(run_folder))
     with writing():
-        write_whole(path, document)
+        write_whole(path, text)
     return path
+
+
+def document(body: str, scripts: Sequence[str], data: dict[str, Json]) -> str:
+    """Return a page of ``body`` that ``scripts``, of the coordinator's page, fill with ``data``."""
+    style, script = (_PAGE / "look.css").read_text(encoding="utf-8"), _script(scripts)
+    policy = f"default-src 'none'; style-src {_digest(style)}; script-src {_digest(script)}; base-uri 'none'; form-action 'none'"
+    text = json.dumps(finite(data)).replace("<", "\\u003c")
+    return _DOCUMENT.format(policy=policy, style=style, body=body, script=script, data=text)
 
 
 def records(run_folder: Path) -> dict[str, Json]:
@@ -95,9 +101,9 @@ def records(run_folder: Path) -> dict[str, Json]:
     }
 
 
-def _script() -> str:
+def _script(scripts: Sequence[str]) -> str:
     """Return the modules as one script: files cannot import."""
-    text = "".join((_PAGE / name).read_text(encoding="utf-8") for name in _SCRIPTS)
+    text = "".join((_PAGE / name).read_text(encoding="utf-8") for name in scripts)
     return re.sub(r"^(import .*;\n|export )", "", text, flags=re.MULTILINE)
 
 
