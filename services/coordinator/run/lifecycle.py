@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 
 SOURCE = "coordinator"
 ENDED_REASON = "run_ended"
-_LONGEST_EXPORT_S = 3600.0
+_LONGEST_S = 3600.0
 _FULL_S = 1.0
 """Retry delay while the bus is full."""
 _STATE_FILE = "run_state.json"
@@ -275,10 +275,11 @@ class Lifecycle:
         await asyncio.to_thread(write_report, self._folder, self._recorder.writing)
 
     async def _wait_for_trainer(self, state: RunState) -> None:
-        """Wait for the trainer's heartbeat after the last commit: up to ``bus.drain_s``, or as long as it writes the policy."""
+        """Wait for the trainer's heartbeat after the last commit: up to ``bus.drain_s``, or as long as it makes a step, whose
+        groups would be dropped under it, or writes the policy.
+        """
         committed_at_s = (await self._ledger.status()).last_commit_s or 0.0
-        longest_s = _LONGEST_EXPORT_S if state is RunState.FINISHED else self._settings.bus.drain_s
-        until_s = time.monotonic() + max(longest_s, self._settings.bus.drain_s)
+        until_s = time.monotonic() + max(_LONGEST_S, self._settings.bus.drain_s)
         drained_s = time.monotonic() + self._settings.bus.drain_s
         while time.monotonic() < until_s and await self._can_close(state):
             beats = [beat for beat in await heartbeats(self._bus) if beat.service == "trainer"]
