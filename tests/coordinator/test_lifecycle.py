@@ -225,6 +225,24 @@ async def test_the_end_waits_for_a_trainer_that_still_works(bus: Bus, tmp_path: 
     assert await state(bus) is RunState.FINISHED
 
 
+async def test_a_stop_drops_nothing_under_a_step_that_a_trainer_makes(bus: Bus, tmp_path: Path) -> None:
+    run = settings(tmp_path, steps=50, bus={"drain_s": 0.1})
+    working, stop = Status(state="working"), asyncio.Event()
+    beating = asyncio.create_task(Presence(bus, "trainer", "trainer-0", 0.5, working).run(stop))
+    async with running(make(bus, run)) as parts, replicas(bus):
+        trainer = await Trainer(bus).start()
+        await trainer.step()
+        await Ledger(bus).transition(RunState.STOPPED, "enough", [RunState.RUNNING])
+        await until(lambda: _does(parts, "ending: waiting for the trainer"))
+        await asyncio.sleep(1.0)  # ten times drain_s
+        assert await trainer.step() == 2
+        working.state = "waiting"
+        await closes(parts)
+    stop.set()
+    await beating
+    assert (await Ledger(bus).status()).step == 2
+
+
 async def test_a_rollback_that_is_accepted_while_the_run_ends_keeps_it_from_ending(bus: Bus, tmp_path: Path) -> None:
     run = settings(tmp_path, steps=2, bus={"drain_s": PATIENCE_S})
     working, stop = Status(state="working"), asyncio.Event()
