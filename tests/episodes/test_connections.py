@@ -61,6 +61,13 @@ async def ask(connection: Connection, key: str) -> int:
     return int(head.split()[1])
 
 
+async def shown(gateway: Gateway, key: str) -> Connection:
+    """Return a connection that has shown its key."""
+    connection = await connect(gateway, b"")
+    assert await ask(connection, key) == 200
+    return connection
+
+
 async def close(connections: list[Connection]) -> None:
     for _, writer in connections:
         writer.close()
@@ -78,16 +85,16 @@ async def test_ten_thousand_strangers_stall_no_episode() -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "status"),
+    ("content", "bounds", "status"),
     [
-        (UNFINISHED, 408),
-        (b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\nx-api-key: KEY\r\n\r\n{", 408),
-        (UNFINISHED + b"a\r\nx: " + b"y" * 5000, 431),
-        (b"\xff\xfe\r\n\r\n", 400),
+        (UNFINISHED, SHORT, 408),
+        (b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\nx-api-key: KEY\r\n\r\n{", SHORT, 408),
+        (UNFINISHED + b"a\r\nx: " + b"y" * 5000 + b"\r\n\r\n", PATIENT, 431),
+        (b"\xff\xfe\r\n\r\n", PATIENT, 400),
     ],
 )
-async def test_slow_and_large_requests_are_refused(content: bytes, status: int) -> None:
-    async with serving(SHORT) as (gateway, (key,)):
+async def test_slow_and_large_requests_are_refused(content: bytes, bounds: ConnectionBounds, status: int) -> None:
+    async with serving(bounds) as (gateway, (key,)):
         reader, writer = await connect(gateway, content.replace(b"KEY", key.encode()))
         answer = await reader.read()
         assert answer.startswith(f"HTTP/1.1 {status} ".encode())
@@ -114,8 +121,9 @@ async def test_a_key_that_is_no_episodes_closes_its_connection() -> None:
 async def test_an_episode_displaces_its_own_connections_only() -> None:
     async with serving(PATIENT, 2) as (gateway, (greedy, other)):
         begun = "POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\nx-api-key: {}\r\n\r\n{{"
-        peaceful = await connect(gateway, begun.format(other).encode())
-        held = [await connect(gateway, begun.format(greedy).encode()) for _ in range(20)]
+        peaceful, *held = [await shown(gateway, key) for key in (other, *[greedy] * 20)]
+        for (_, writer), key in ((peaceful, other), *((each, greedy) for each in held[4:])):
+            writer.write(begun.format(key).encode())
         for reader, _ in held[:4]:
             with contextlib.suppress(ConnectionResetError):
                 assert await reader.read() == b""

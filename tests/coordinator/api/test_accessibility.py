@@ -159,6 +159,7 @@ async def test_a_chart_s_values_are_read_by_keys_by_touch_and_from_its_table(tmp
         await shows(page, "#memory .where", "second ")
         await card.locator("summary").focus()
         await page.keyboard.press("Enter")
+        await card.locator("thead th").first.wait_for()
         heads = await card.locator("thead th").all_inner_texts()
         assert heads[:4] == ["step", "mean reward", "mean reward, minimum", "mean reward, maximum"]
         newest = await card.locator("tbody tr").first.locator("th, td").all_inner_texts()
