@@ -5,13 +5,13 @@ Closing a connection kills its programs and sessions.
 
 import asyncio
 import contextlib
+import functools
 import ipaddress
 import logging
 import os
 import socket
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
-from typing import Any
 
 from penstock.services.reward.executor.executor import Executor
 from penstock.services.reward.executor.session import Session
@@ -156,9 +156,9 @@ class _Connection:
         if frame.get("verb") == "cell":
             cell = read_cell(frame)
             session = self._sessions.setdefault(cell.session, self._executor.session())
-            work = self._executor.run_cell(session, cell)
+            work: Callable[[], Awaitable[Execution]] = functools.partial(self._executor.run_cell, session, cell)
         else:
-            work = self._executor.run(read_job(frame))
+            work = functools.partial(self._executor.run, read_job(frame))
         await self._room.acquire()
         task = self._running[number] = tasks.create_task(self._answer(number, work))
         task.add_done_callback(lambda _: self._forget(number))
@@ -178,7 +178,7 @@ class _Connection:
         self._running.pop(number, None)
         self._room.release()
 
-    async def _answer(self, number: int, work: Coroutine[Any, Any, Execution]) -> None:
-        execution = await work
+    async def _answer(self, number: int, work: Callable[[], Awaitable[Execution]]) -> None:
+        execution = await work()
         self._writer.write(frames.pack(execution_frame(number, execution)))
         await self._writer.drain()
