@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from penstock.services.episodes.http.gateway import Gateway
+from penstock.services.episodes.http.gateway import CONNECTIONS, Gateway
 from penstock.shared.process.connections import ConnectionBounds
 from tests.conftest import PATIENCE_S
 from tests.support import builders
@@ -121,7 +121,7 @@ async def test_a_key_that_is_no_episodes_closes_its_connection() -> None:
 async def test_an_episode_displaces_its_own_connections_only() -> None:
     async with serving(PATIENT, 2) as (gateway, (greedy, other)):
         begun = "POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\nx-api-key: {}\r\n\r\n{{"
-        peaceful, *held = [await shown(gateway, key) for key in (other, *[greedy] * 20)]
+        peaceful, *held = [await shown(gateway, key) for key in (other, *[greedy] * (CONNECTIONS + 4))]
         for (_, writer), key in ((peaceful, other), *((each, greedy) for each in held[4:])):
             writer.write(begun.format(key).encode())
         for reader, _ in held[:4]:

@@ -46,7 +46,7 @@ from penstock.shared.process.connections import BACKLOG, SILENT_S, ConnectionBou
 _LARGEST_BODY = 16 << 20
 _AT_A_TIME = 8
 """Requests of one episode."""
-_CONNECTIONS = 16
+CONNECTIONS = 128
 """Of one episode; one more closes the one whose last request is oldest."""
 _REMEMBERED = 8
 """Answers of an episode that are kept for retries."""
@@ -64,7 +64,7 @@ class _Visitor:
 
     episode: Episode
     room: asyncio.Semaphore = dataclasses.field(default_factory=lambda: asyncio.Semaphore(_AT_A_TIME))
-    connections: Newcomers = dataclasses.field(default_factory=lambda: Newcomers(_CONNECTIONS))
+    connections: Newcomers = dataclasses.field(default_factory=lambda: Newcomers(CONNECTIONS))
     asked: dict[str, "asyncio.Task[list[Answer]]"] = dataclasses.field(default_factory=dict)
     """By digest: the newest requests, running or answered."""
 
