@@ -9,20 +9,22 @@ import contextlib
 import dataclasses
 import http
 import logging
+import socket
 from collections.abc import Callable
 from typing import Any
 
+import uvicorn
 from starlette.responses import JSONResponse
-from starlette.types import Scope
+from starlette.types import ASGIApp, Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from penstock.shared.peers.handshake import Newcomers
 
 log = logging.getLogger(__name__)
 
-SILENT_S = 10
+_SILENT_S = 10
 """Seconds for which the kernel holds a connection that sends nothing: a busy client has time to send its token."""
-BACKLOG = 512
+_BACKLOG = 512
 """Connections that one turn of the event loop may accept: with those held, fewer than the usual 1,024 open files."""
 _PROVEN = "penstock.proven"
 """Key of a request's scope: the function to call once the caller has proven a token."""
@@ -50,7 +52,23 @@ class Connections:
         self.unproven = Newcomers(bounds.unproven)
         self.proven = Newcomers(bounds.proven)
 
-    def protocol(self, **arguments: Any) -> asyncio.Protocol:
+    def server(self, app: ASGIApp, listening: socket.socket) -> uvicorn.Config:
+        """Return the configuration of a server of ``app`` whose connections, of ``listening``, are these."""
+        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, _SILENT_S)
+        logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # clients' broken requests are not errors
+        return uvicorn.Config(
+            app,
+            http=self._protocol,  # type: ignore[arg-type]
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            ws="none",
+            proxy_headers=False,
+            backlog=_BACKLOG,
+            timeout_graceful_shutdown=2,
+        )
+
+    def _protocol(self, **arguments: Any) -> asyncio.Protocol:
         return _Bounded(self, **arguments)
 
 

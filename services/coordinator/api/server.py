@@ -18,7 +18,7 @@ from fastapi import FastAPI
 from penstock.services.coordinator.api.errors import problem
 from penstock.shared.errors import SettingsError
 from penstock.shared.files.durable import write_whole
-from penstock.shared.process.connections import BACKLOG, SILENT_S, ConnectionBounds, Connections
+from penstock.shared.process.connections import ConnectionBounds, Connections
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,6 @@ class ApiServer:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.socket(family, socket.SOCK_STREAM)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, SILENT_S)
         try:
             self._socket.bind((host, port))
         except OSError as error:
@@ -59,19 +58,7 @@ class ApiServer:
 
     async def run(self, app: FastAPI, announce: Path | None, run_id: str) -> None:
         """Serve until cancelled, then finish open requests. ``announce``: the file that says where."""
-        logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # clients' broken requests are not errors
-        config = uvicorn.Config(
-            app,
-            http=self._connections.protocol,  # type: ignore[arg-type]
-            log_config=None,
-            access_log=False,
-            lifespan="off",
-            ws="none",
-            proxy_headers=False,
-            backlog=BACKLOG,
-            timeout_graceful_shutdown=2,
-        )
-        server = _Quiet(config)
+        server = _Quiet(self._connections.server(app, self._socket))
         serving = asyncio.ensure_future(server.serve(sockets=[self._socket]))
         answering = asyncio.ensure_future(server.answers.wait())
         try:

@@ -17,9 +17,7 @@ import dataclasses
 import hashlib
 import hmac
 import json
-import logging
 import secrets
-import socket
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -41,7 +39,7 @@ from penstock.shared.errors import PermanentError, TemporaryError
 from penstock.shared.peers.addresses import listen
 from penstock.shared.peers.handshake import Newcomers, Secret
 from penstock.shared.peers.turns import DrawnTurn
-from penstock.shared.process.connections import BACKLOG, SILENT_S, ConnectionBounds, Connections, note_proven
+from penstock.shared.process.connections import ConnectionBounds, Connections, note_proven
 
 _LARGEST_BODY = 16 << 20
 _AT_A_TIME = 8
@@ -78,7 +76,6 @@ class Gateway:
         host, _, port = address.rpartition(":")
         self._connections = Connections(bounds or ConnectionBounds(), _refused)
         self._socket = listen(host.strip("[]"), int(port), "episodes.listen")
-        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, SILENT_S)
         self._secret, self._model, self._context_tokens = secret, model, context_tokens
         self._visitors: dict[str, _Visitor] = {}
         shown = host.replace("0.0.0.0", "127.0.0.1")  # noqa: S104 (named to be replaced)
@@ -100,19 +97,7 @@ class Gateway:
 
     async def run(self) -> None:
         """Serve until cancelled."""
-        logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # clients' broken requests are not errors
-        config = uvicorn.Config(
-            self._app(),
-            http=self._connections.protocol,  # type: ignore[arg-type]
-            log_config=None,
-            access_log=False,
-            lifespan="off",
-            ws="none",
-            proxy_headers=False,
-            backlog=BACKLOG,
-            timeout_graceful_shutdown=2,
-        )
-        server = uvicorn.Server(config)
+        server = uvicorn.Server(self._connections.server(self._app(), self._socket))
         server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]
         serving = asyncio.ensure_future(server.serve(sockets=[self._socket]))
         try:
