@@ -8,6 +8,7 @@ It is written where an episode is played, and read by scorers, records and pages
 
 import dataclasses
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -158,8 +159,10 @@ def tally(sample: Sample) -> Tally:
         )
         waited_s = sum(float(turn.get("waited_s", 0.0)) for turn in decoded["turns"][1:])
         metrics = {str(name): float(value) for name, value in decoded.get("metrics", {}).items()}
+        if not all(map(math.isfinite, (waited_s, *metrics.values()))):
+            return Tally()
         return Tally(calls, waited_s, metrics)
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
         return Tally()
 
 
@@ -173,7 +176,7 @@ def turns_of(sample: Sample) -> list[Json]:
         places = np.cumsum(sample.segments[:, 2]) - 1  # among the sampled ones, each of which may have a reward
         rewards = dict(enumerate(sample.turn_rewards[places].tolist())) if len(sample.turn_rewards) else {}
         return [dict(entry) for entry in _entries(turns, rewards)]
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RecursionError):
         return []
 
 

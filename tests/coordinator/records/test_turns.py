@@ -13,7 +13,7 @@ from penstock.services.coordinator.records.report import write_report
 from penstock.services.coordinator.schemas.records import excerpt, rollout_view
 from penstock.services.tracking.tables import table_of
 from penstock.shared.bus.messages import Sample
-from penstock.shared.bus.transcripts import TranscribedTurn, turns_of, written
+from penstock.shared.bus.transcripts import Tally, TranscribedTurn, tally, turns_of, written
 from tests.coordinator.records.test_report import ATTACK, shown, write_lines
 from tests.support import builders
 from tests.support.browser import shows
@@ -59,11 +59,27 @@ def test_a_record_has_each_message_with_its_tokens_versions_reward_and_times() -
     assert "turns" not in line(builders.sample())["completions"][0]
 
 
+HUGE = b"1" + b"0" * 400
+"""More than a float holds."""
+
+
 @pytest.mark.parametrize(
-    "transcript", [b"", b"[]", b"{", b"\xff", b'{"turns": [1]}', b'{"turns": [{"messages": []}]}', b"[" * 100_000]
+    "transcript",
+    [
+        *(b"", b"[]", b"{", b"\xff", b'{"turns": [1]}', b'{"turns": [{"messages": []}]}', b"[" * 100_000),
+        written(TURNS[:1], {}).replace(b"0.25", HUGE),
+    ],
 )
 def test_a_transcript_that_cannot_be_read_shows_no_turns(transcript: bytes) -> None:
     assert turns_of(episode(transcript)) == []
+
+
+@pytest.mark.parametrize("number", [HUGE, b"Infinity", b"NaN", b"1e999", b'"?"', b"[1]", b"{}"])
+def test_a_transcript_whose_numbers_are_none_counts_for_nothing(number: bytes) -> None:
+    whole = written(TURNS, {"score": 7.5})
+    assert tally(episode(whole)) == Tally(1, 2.0, {"score": 7.5})
+    assert tally(episode(whole.replace(b"7.5", number))) == Tally()
+    assert tally(episode(whole.replace(b"2.0", number))) == Tally()
 
 
 def test_long_episodes_are_cut_to_what_samples_and_records_hold() -> None:
