@@ -16,6 +16,7 @@ from penstock.services.coordinator.records.overlay import write_overlay
 from penstock.services.coordinator.records.summary import one_line_a_step
 from penstock.services.up.display import console
 from penstock.services.up.display.view import spark
+from penstock.shared.errors import PenstockError
 from penstock.shared.settings import Settings, load_run
 from penstock.shared.text.terminal import escaped_line
 
@@ -123,6 +124,8 @@ def compare(folders: Sequence[Path], *, as_json: bool) -> None:
         )
         return
     names = [folder.resolve().name for folder in folders]
+    if len(set(names)) < len(names):
+        names = list(map(str, folders))
     _show("settings", names, [(key, *map(_shown, values)) for key, values in differing.items()])
     _show(
         f"the last {min(_ENDS, steps)} of {steps} common steps",
@@ -134,7 +137,10 @@ def compare(folders: Sequence[Path], *, as_json: bool) -> None:
         shown = list(groups.values())[:_GROUPS]
         _show(title, names, [(of_runs[0].problem, *map(_answered, of_runs)) for of_runs in shown])
     metrics = [curve.metric for curve in drawn if not curve.metric.startswith(_ACCURACY)]
-    console.say(str(write_overlay(list(zip(names, folders, strict=True)), metrics)))
+    try:
+        console.say(str(write_overlay(list(zip(names, folders, strict=True)), metrics)))
+    except OSError as error:
+        raise PenstockError(f"could not write the curves over one another in {folders[0]}: {error}") from error
 
 
 def _answered(group: Group) -> str:

@@ -101,6 +101,20 @@ def test_prompts_are_the_same_wherever_their_rows_are(runs: tuple[Path, Path]) -
     assert (both["of 1+1"][0].problem, both["of 1+1"][1].problem) == ("a.jsonl:1", "a.jsonl:2")
 
 
+def test_runs_of_one_name_are_shown_by_their_folders_and_an_overlay_that_cannot_be_written_is_an_error(
+    runs: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tmp_path / "elsewhere" / "first"
+    other.parent.mkdir()
+    run(other, "3e-6", [0.5], [0.5])
+    assert main(["report", str(runs[0]), "--against", str(other)]) == 0
+    assert f'"name": "{other}"' in (runs[0] / "overlay.html").read_text(), "not first and first"
+    (runs[0] / "overlay.html").unlink()
+    (runs[0] / "overlay.html").mkdir()
+    assert main(["report", str(runs[0]), "--against", str(runs[1])]) == 1
+    assert "could not write the curves over one another in" in capsys.readouterr().err
+
+
 def test_equal_runs_have_no_difference(runs: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(runs[0]), "--against", str(runs[0]), "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
