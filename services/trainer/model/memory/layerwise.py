@@ -6,6 +6,7 @@
     all others          on the device within the block: embeddings, norms, output layer, buffers
 
 So a model starts that no device holds whole: before ZeRO stage 3 divides it, it is tested, and looked at, layer by layer.
+One that takes at most half of a GPU's free memory is there whole within the block, which copies each weight once.
 """
 
 import contextlib
@@ -54,7 +55,7 @@ def by_layer(model: nn.Module, device: torch.device) -> Iterator[None]:
 
     Between calls a layer's weight is NaN of its shape, without memory (:func:`cast` changes its number type).
     """
-    layers = checkpointable(model)  # one inside another may be computed again by itself
+    layers = [] if _fits(model, device) else checkpointable(model)  # one in another may be computed again by itself
     streamed = _Streamed(device, {weight: weight.data for layer in layers for weight in _large(layer)})
     others = [tensor for tensor in (*model.parameters(), *model.buffers()) if tensor not in streamed.host]
     before = [tensor.data for tensor in others]
@@ -69,6 +70,12 @@ def by_layer(model: nn.Module, device: torch.device) -> Iterator[None]:
             hook.remove()
         for tensor, data in (*zip(others, before, strict=True), *streamed.host.items()):
             tensor.data = data
+
+
+def _fits(model: nn.Module, device: torch.device) -> bool:
+    if device.type != "cuda":
+        return False
+    return 2 * sum(weight.nbytes for weight in model.parameters()) <= torch.cuda.mem_get_info(device)[0]
 
 
 def is_away(tensor: Tensor) -> bool:

@@ -49,6 +49,20 @@ def test_a_self_test_layer_by_layer_measures_what_one_of_the_whole_model_does(
     assert {weight.dtype for weight in policy.parameters()} == {dtype}
 
 
+def test_a_model_for_which_there_is_room_is_on_the_device_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layerwise, "_fits", lambda model, device: True)
+    model_zoo.save("qwen3", tmp_path)
+    policy = opened(tmp_path)
+    before = {name: tensor.clone() for name, tensor in policy.state_dict().items()}
+    with layerwise.by_layer(policy, CPU):
+        assert not any(layerwise.is_away(weight) for weight in policy.parameters())
+        assert not policy.model.model.layers[0]._forward_pre_hooks
+        assert self_test.run(policy, "rows").gap.gradient < 1e-5
+    assert all(torch.equal(before[name], tensor) for name, tensor in policy.state_dict().items())
+
+
 @pytest.mark.parametrize("recomputes", [False, True])
 def test_one_layer_is_on_the_device_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recomputes: bool
