@@ -1,7 +1,7 @@
 #!lua flags=allow-oom
 -- Commit one optimizer step atomically: its groups move from `experience` to `journal`, without their payloads, which stay
--- where they are, and its policy version is published. Without entries, publish a version of the already committed step (the initial policy, or a resumed
--- trainer's weights).
+-- where they are, and its policy version is published. Without entries, publish a version of the already committed step
+-- (the initial policy, or a resumed trainer's weights).
 -- KEYS: run experience journal policies policy_states published steps counts audit marks generating rollouts trained
 -- KEYS: signals crashes causes payloads
 -- ARGV: epoch commit_id step version parent record report group audit_entries report_entries now_s
