@@ -32,6 +32,7 @@ _FLAGS = {
     "algorithm.groups_per_step": 4,
     "sampling.group_size": 4,
     "evaluation.every_steps": 100_000,
+    "guards.pause": "[]",  # an agent that edits gets no reward: a fast machine would pause for want of a signal
 }
 _MINUTE_S = 1.0
 _BLOCKED_S, _FREE_S = 0.3, 0.1
