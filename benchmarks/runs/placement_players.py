@@ -21,7 +21,7 @@ from benchmarks.trainer.models import EitherPolicy, random_model
 from benchmarks.trainer.packing import mix
 from penstock.services.rollout.engines.engine import GenerationRequest
 from penstock.services.rollout.engines.vllm.arguments import check_version
-from penstock.services.trainer.batch.packing import plan
+from penstock.services.trainer.batch.assignment import plan
 from penstock.services.trainer.model.engine import TrainingEngine
 from penstock.services.trainer.model.layers import kernels
 from penstock.services.trainer.rank_group import start_ranks

@@ -143,7 +143,7 @@ class _Trainer:
         import torch.distributed as dist
 
         from benchmarks.trainer.models import random_model
-        from penstock.services.trainer.batch.packing import plan
+        from penstock.services.trainer.batch.assignment import plan
         from penstock.services.trainer.model import adapter
         from penstock.services.trainer.model import held_tensors as memory
         from penstock.services.trainer.model.critic import Critic

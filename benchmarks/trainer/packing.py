@@ -14,7 +14,8 @@ import time
 
 import numpy as np
 
-from penstock.services.trainer.batch.packing import PackedRow, assign_pieces
+from penstock.services.trainer.batch.assignment import assign_pieces
+from penstock.services.trainer.batch.packing import PackedRow
 from penstock.shared.bus.messages import FinishReason, Int32Array, Sample
 from penstock.shared.model.flops import ModelSizes
 

@@ -32,7 +32,8 @@ import torch.distributed as dist
 from benchmarks.shapes import SHAPES
 from benchmarks.trainer.models import EitherPolicy, Padded, by_arrival, by_length, random_model
 from benchmarks.trainer.packing import mix
-from penstock.services.trainer.batch.packing import MicroBatch, PackedRow, plan
+from penstock.services.trainer.batch.assignment import plan
+from penstock.services.trainer.batch.packing import MicroBatch, PackedRow
 from penstock.services.trainer.launcher import launch
 from penstock.services.trainer.model.engine import TrainingEngine
 from penstock.services.trainer.model.layers import attention, kernels

@@ -50,6 +50,10 @@ def make(settings: Settings, gpus: str, model: str = "", calibrate: Path | None 
     if stated is not None:
         work = with_turns(work, settings, *stated)
     planner = Planner(work, parse_cluster(gpus), preferences(settings))
+    if (together := settings.trainer.sequence_parallel) > planner.cluster.per_node:
+        raise SettingsError(
+            f"expected trainer.sequence_parallel of at most the {planner.cluster.per_node} GPUs of a host, found {together}: lower it"
+        )
     if calibrate is not None:
         figures, own = runs.read_run(calibrate)
         of_run = work_of(own, model)
@@ -138,6 +142,7 @@ def preferences(settings: Settings) -> Preferences:
         optimizer=trainer.optimizer,
         offload=trainer.offload,
         micro_batch_tokens=trainer.micro_batch_tokens,
+        sequence_parallel=trainer.sequence_parallel,
         checkpointing=trainer.gradient_checkpointing,
         chunk_tokens=settings.internal.logits_chunk_tokens,
         snapshots=snapshots_of(settings),

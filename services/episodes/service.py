@@ -97,7 +97,7 @@ class Policy:
 def context_tokens(settings: Settings) -> int:
     """Return the most tokens of a turn with all before it: of the model's context, and of a row of training."""
     context = settings.rollout.max_model_len or own_context(read_config(settings.policy.model)) or UNLIMITED
-    return min(context, settings.trainer.micro_batch_tokens)
+    return min(context, settings.trainer.row_tokens)
 
 
 class Turns(Protocol):

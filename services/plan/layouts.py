@@ -157,9 +157,15 @@ class Planner:
 
     # ---------------------------------------------------------------- placements
 
+    def _are_groups(self, ranks: int) -> bool:
+        """Whether a host's ranks can compute samples together as ``trainer.sequence_parallel`` says."""
+        return min(ranks, self.cluster.per_node) % self.own.trainer.sequence_parallel == 0
+
     def _separate(self) -> Iterator[Candidate | MemoryShortage]:
         gpus, each = self.cluster.gpus, self.cluster.per_node
         for ranks in range(1, gpus) if self.cluster.nodes == 1 else range(each, gpus, each):
+            if not self._are_groups(ranks):
+                continue
             trainer = self._trainer(ranks, self.limit_bytes)
             if isinstance(trainer, MemoryShortage):
                 yield trainer
@@ -179,6 +185,8 @@ class Planner:
     def _shared(self) -> Iterator[Candidate | MemoryShortage]:
         """Yield one engine by turns with the trainer; several were slower (benchmarks/results/2026-11-27-layouts-four-h200.json)."""
         ranks = self.cluster.gpus
+        if not self._are_groups(ranks):
+            return
         for parallel in dict.fromkeys(parallel for parallel, _ in self._engines(ranks)):
             outcomes = []
             for rung in range(len(_SWITCH_S)):
@@ -213,7 +221,7 @@ class Planner:
     def _at_once(self) -> Iterator[Candidate | MemoryShortage]:
         """Yield a rank and a replica on each GPU, with room for all groups or for as many as fit. A large model's
         generation fills the GPU by itself."""
-        if self.cluster.nodes > 1 or self.work.shape.weights >= _SMALL:
+        if self.cluster.nodes > 1 or self.work.shape.weights >= _SMALL or not self._are_groups(self.cluster.gpus):
             return
         for _, engines in self._engines(1):
             outcomes = [self._beside(engines, less) for less in (1, 2, 4)]

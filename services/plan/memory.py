@@ -85,6 +85,8 @@ class TrainerOptions:
     """Copies of the policy that are served; 0: weights travel by file."""
     sharded: bool = False
     """Whether each rank has a share of them, rather than rank 0 all."""
+    sequence_parallel: int = 1
+    """Ranks that compute a long sample together; each computes no more tokens than without."""
 
     def shards(self, from_stage: int) -> int:
         """Return over how many ranks something is cut that ZeRO shards from ``from_stage`` on."""

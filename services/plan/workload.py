@@ -200,7 +200,7 @@ def with_turns(work: Workload, settings: Settings, turns: float, given_tokens: f
             f"expected 1 to {settings.episodes.max_turns} turns of an episode (episodes.max_turns), and tokens and seconds of at least 0, "
             f"found {turns:g}, {given_tokens:g} and {wait_s:g}"
         )
-    contexts = [each for each in (settings.rollout.max_model_len, settings.trainer.micro_batch_tokens) if each]
+    contexts = [each for each in (settings.rollout.max_model_len, settings.trainer.row_tokens) if each]
     room = min(contexts) - work.prompt_tokens - round(given_tokens)
     if room < turns:
         raise SettingsError(

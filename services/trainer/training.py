@@ -10,7 +10,7 @@ from penstock.services.trainer.loop import Trainer
 from penstock.services.trainer.model import adapter, warm_up
 from penstock.services.trainer.model.critic import Critic
 from penstock.services.trainer.model.engine import TrainingEngine, make_deterministic, numbered, pick_device, place
-from penstock.services.trainer.model.layers import attention, kernels
+from penstock.services.trainer.model.layers import attention, kernels, ulysses
 from penstock.services.trainer.model.memory.layerwise import looked_at
 from penstock.services.trainer.model.policy import Policy, load_model, load_reference, load_trunk
 from penstock.services.trainer.rank0.artifacts import Artifacts
@@ -56,6 +56,8 @@ def _begin(settings: Settings) -> str:
     if settings.run.deterministic != "off":
         make_deterministic(device)
     start_ranks(device, settings, own_host(settings))
+    if settings.trainer.sequence_parallel > 1:
+        ulysses.group_of(settings.trainer.sequence_parallel)
     return device
 
 
@@ -139,7 +141,13 @@ class _Loading:
         trainer = self._settings.trainer
         is_sharded = trainer.zero_stage > 0 and dist.get_world_size() > 1
         with looked_at(module, self._settings, numbered(self._device)):
-            tested = self_test.run(module, trainer.packing, self._settings.run.seed, is_sharded=is_sharded)
+            tested = self_test.run(
+                module,
+                trainer.packing,
+                self._settings.run.seed,
+                is_sharded=is_sharded,
+                sequence_parallel=trainer.sequence_parallel,
+            )
         self._mailbox.send(SelfTested(part, str(tested), tested.figures, tested.reason))
         self._mailbox.send(Began("building the engine"))
         return TrainingEngine(module, self._settings, self._device)

@@ -323,10 +323,10 @@ def _check_engines(settings: Settings) -> None:
 
 def _check_trainer(settings: Settings) -> None:
     least = 1 + max(1, settings.sampling.min_new_tokens)
-    if settings.trainer.micro_batch_tokens < least:
+    if settings.trainer.row_tokens < least:
         raise ValueError(
             f"expected trainer.micro_batch_tokens >= {least}, for a prompt and a completion of at least sampling.min_new_tokens, found "
-            f"{settings.trainer.micro_batch_tokens}: nothing could be trained; change one of them"
+            f"{settings.trainer.row_tokens}: nothing could be trained; change one of them"
         )
     if settings.trainer.zero_stage == 0 and settings.policy.dtype == "bfloat16":
         raise ValueError(

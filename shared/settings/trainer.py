@@ -103,8 +103,12 @@ class TrainerSettings(Section):
     max_grad_norm: PositiveFloat = Field(default=1.0)
     """Global norm to which gradients are clipped."""
     micro_batch_tokens: PositiveInt = Field(default=16_384)
-    """Maximum tokens per forward pass and rank. A longer sample is not trained. A group's prompt counts once, or once
+    """Maximum tokens per forward pass and rank. A longer sample is not trained, unless several ranks compute it together
+    (trainer.sequence_parallel). A group's prompt counts once, or once
     per sample if trainer.packing computes it so."""
+    sequence_parallel: PositiveInt = Field(default=1)
+    """Ranks of a host that compute a sample together if it is longer than trainer.micro_batch_tokens. The longest that is
+    trained has as many times these tokens. Only for models that mix tokens in attention alone; not proven on GPUs yet."""
     packing: Literal["auto", "rows", "sequences"] = Field(default="auto")
     """How sequences pass through the model. `rows`: a group's prompt is computed once, its completions beside it.
     `sequences`: each prompt and completion separately; exact for every causal model, slower. `auto`: rows if the
@@ -138,8 +142,23 @@ class TrainerSettings(Section):
     """Consecutive batches with a non-finite loss or gradient that are skipped (dropped:nonfinite); one more pauses the
     run."""
 
+    @property
+    def row_tokens(self) -> int:
+        """Most tokens of a sample that can be trained, its prompt included."""
+        return self.micro_batch_tokens * self.sequence_parallel
+
     @model_validator(mode="after")
     def _agree(self) -> "TrainerSettings":
+        if self.ranks % self.sequence_parallel:
+            raise ValueError(
+                f"expected trainer.sequence_parallel to divide trainer.ranks, found {self.sequence_parallel} and {self.ranks}: "
+                "change one of them"
+            )
+        if self.sequence_parallel > 1 and self.packing == "sequences":
+            raise ValueError(
+                'expected trainer.packing = "auto" or "rows" with trainer.sequence_parallel > 1, found "sequences": change one of '
+                "them"
+            )
         least = {"none": 0, "optimizer": 1, "all": 3}[self.offload]
         if self.zero_stage < least:
             raise ValueError(

@@ -51,6 +51,14 @@ def test_what_is_shown_fits() -> None:
         assert all(peak(table) <= plan.planner.limit_bytes * 1.0001 for table in candidate.memory.values())
 
 
+def test_ranks_that_compute_a_sample_together_are_planned_together() -> None:
+    settings = settings_of(None, ["--trainer.ranks=2", "--trainer.sequence_parallel=2"])
+    ranks = {candidate.layout.trainer.ranks for candidate in make(settings, "5xH200", "0.5b").candidates}
+    assert ranks == {2, 4}, "not 5 in turn with generation"
+    with pytest.raises(SettingsError, match=r"trainer.sequence_parallel of at most the 1 GPUs .*: lower it"):
+        make(settings, "1xH200", "0.5b")
+
+
 def test_sharded_snapshots_are_planned_only_if_they_are_set() -> None:
     def ways(*flags: str) -> set[tuple[bool, bool]]:
         trainers = [each.layout.trainer for each in make(settings_of(None, flags), "4x8xH200", "70b").candidates]

@@ -9,8 +9,9 @@ import torch.distributed as dist
 from penstock.services.trainer.algorithm.kinds import Kind
 from penstock.services.trainer.algorithm.loss.aggregation import STREAMS, Count, Stream
 from penstock.services.trainer.batch import token_data
+from penstock.services.trainer.batch.assignment import plan
 from penstock.services.trainer.batch.oom_split import rows_by_place
-from penstock.services.trainer.batch.packing import MicroBatch, PackedRow, plan
+from penstock.services.trainer.batch.packing import MicroBatch, PackedRow
 from penstock.services.trainer.batch.staleness import token_lags
 from penstock.services.trainer.batch.token_data import LossInputs
 from penstock.services.trainer.model.engine import TrainingEngine
@@ -69,7 +70,10 @@ def lay_out(
     if repeated is not None:
         cap = min(cap, repeated.micro_batch_tokens)
     splits = kind.together == 1
-    layouts = [plan(share, cap, policy.ranks, split=splits, sizes=policy.sizes) for share in shares]
+    together = settings.trainer.sequence_parallel
+    layouts = [
+        plan(share, cap, policy.ranks, split=splits, sizes=policy.sizes, sequence_parallel=together) for share in shares
+    ]
     samples_M, rank = [sample for e in batch.groups for sample in e.group.samples], dist.get_rank()
     pairs_M = zip(samples_M, batch.contexts or (0,) * len(samples_M), strict=True)
     lags_M = [token_lags(sample, batch.lags, context) for sample, context in pairs_M]

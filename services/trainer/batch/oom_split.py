@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from penstock.services.trainer.batch.packing import PackedRow, micro_batch
+from penstock.services.trainer.batch.packing import PackedRow, micro_batch, only
 from penstock.services.trainer.batch.token_data import LossInputs
 
 
@@ -42,11 +42,4 @@ def _rows(places: Sequence[int], rows: Mapping[int, PackedRow]) -> list[PackedRo
             runs[-1].append(place)
         else:
             runs.append([place])
-    return [_row(rows[run[0]], run) for run in runs]
-
-
-def _row(row: PackedRow, places: Sequence[int]) -> PackedRow:
-    kept = [row.places.index(place) for place in places]
-    contexts = tuple(row.contexts[place] for place in kept) if row.contexts else ()
-    samples = tuple(row.samples[place] for place in kept)
-    return dataclasses.replace(row, samples=samples, places=tuple(places), contexts=contexts)
+    return [only(rows[run[0]], [rows[run[0]].places.index(place) for place in run]) for run in runs]

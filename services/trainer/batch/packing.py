@@ -10,17 +10,13 @@ logprobs equal those of separate sequences. A micro-batch concatenates rows with
 
 For some models (``trainer.packing``) rows repeat the prompt for each completion.
 
-Rows over the cap are split between completions. Pieces go to ranks by cost (``flops``), costliest first. On a rank,
-first-fit-decreasing gives the number of micro-batches, or there are fewer, if splitting further rows repeats few tokens
-of prompts; costs are balanced among them, as ranks wait for each other at ZeRO stage 3. All ranks compute the same plan,
-with equally many micro-batches.
+Rows go to ranks and micro-batches by ``assignment``.
 
 Shapes: ``B`` 1, ``T`` tokens of the micro-batch, ``K`` segments, ``N`` trained tokens, ``S`` samples.
 """
 
 import dataclasses
 import functools
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,10 +30,6 @@ from penstock.shared.bus.messages import Float32Array, Int32Array, Sample
 from penstock.shared.model.flops import ModelSizes, forward_flops
 
 TOKENS_ALONE = ModelSizes()
-_REPEATED = 0.02
-"""Of all tokens: prompts that may be repeated so that there are fewer micro-batches."""
-_TRIED, _FEWER = (1.0, 1.04, 1.12), 0.9
-"""Times the least number of micro-batches; at most this share of what first-fit-decreasing needs."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,6 +119,10 @@ class Support:
     ids_NK: Int32Array
     sizes_N: Int32Array
 
+    def at(self, places_N: Int64Array) -> "Support":
+        """Return those of some positions."""
+        return Support(self.ids_NK[places_N], self.sizes_N[places_N])
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TeacherTokens:
@@ -165,11 +161,27 @@ class MicroBatch:
     """None: every token could be drawn."""
     teacher: TeacherTokens | None = None
     """None: no sample has them."""
+    ranks: int = 1
+    """Ranks that hold equal parts of the row: tokens are this rank's, ``segments`` those of all."""
+    shard: "Shard | None" = None
+    """None: this rank computes all of it."""
 
     @property
     def tokens(self) -> int:
-        """Computed positions."""
-        return int(self.input_ids_BT.size)
+        """Positions that this rank computes."""
+        return int((self if self.shard is None else self.shard.part).input_ids_BT.size)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Shard:
+    """This rank's part of a micro-batch that several ranks compute together (``shards``)."""
+
+    part: MicroBatch
+    """Its tokens, and the trained tokens that they predict."""
+    places_N: Int64Array
+    """Places of these among the trained tokens of all ranks."""
+    trained: int
+    """Trained tokens of all ranks."""
 
 
 def split_row(row: PackedRow, max_tokens: int) -> list[PackedRow]:
@@ -188,102 +200,14 @@ def split_row(row: PackedRow, max_tokens: int) -> list[PackedRow]:
 
 def part(row: PackedRow, start: int, end: int) -> PackedRow:
     """Return ``row`` with samples ``start`` … ``end − 1`` only."""
-    return dataclasses.replace(
-        row, samples=row.samples[start:end], places=row.places[start:end], contexts=row.contexts[start:end]
-    )
+    return only(row, range(start, end))
 
 
-def plan(
-    rows: Sequence[PackedRow], max_tokens: int, ranks: int, *, split: bool = True, sizes: ModelSizes = TOKENS_ALONE
-) -> list[list[MicroBatch]]:
-    """Return the micro-batches of each rank, equally many for each.
-
-    ``max_tokens`` is exceeded only by indivisible rows; ``sizes`` are for costs.
-    """
-    shares = assign_pieces(rows, max_tokens, ranks, split=split, sizes=sizes)
-    return [[micro_batch(chunk, sizes) for chunk in share] for share in shares]
-
-
-def assign_pieces(
-    rows: Sequence[PackedRow], max_tokens: int, ranks: int, *, split: bool = True, sizes: ModelSizes = TOKENS_ALONE
-) -> list[list[list[PackedRow]]]:
-    """Return :func:`plan` as pieces of each micro-batch of each rank."""
-    pieces = [piece for row in rows for piece in (split_row(row, max_tokens) if split else [row])]
-    shares: list[list[PackedRow]] = [[] for _ in range(ranks)]
-    loads = [0.0] * ranks
-    for piece in sorted(pieces, key=lambda piece: -piece.flops(sizes)):  # stable: batch order breaks ties
-        lightest = loads.index(min(loads))
-        shares[lightest].append(piece)
-        loads[lightest] += piece.flops(sizes)
-    fitted = [_first_fit(share, max_tokens) for share in shares]
-    count = max(1, *(len(chunks) for chunks in fitted))
-    chosen = _in_fewer(shares, count, max_tokens, sizes) if split else None
-    if chosen is None:
-        spread = [_spread(share, count, max_tokens, sizes, split=split) for share in shares]
-        others = [chunks + [[] for _ in range(count - len(chunks))] for chunks in fitted]
-        chosen = [each if each is not None else other for each, other in zip(spread, others, strict=True)]
-    return [sorted(chunks, key=lambda chunk: -sum(row.flops(sizes) for row in chunk)) for chunks in chosen]
-
-
-def _in_fewer(
-    shares: Sequence[Sequence[PackedRow]], count: int, max_tokens: int, sizes: ModelSizes
-) -> list[list[list[PackedRow]]] | None:
-    """Return fewer than ``count`` micro-batches of each rank, in which more rows are split, if hardly a token is repeated.
-
-    Rows of a little more than half of ``max_tokens`` would otherwise fill half of every micro-batch.
-    """
-    tokens = [sum(row.tokens for row in share) for share in shares]
-    least = max(1, -(-max(tokens) // max_tokens))
-    for tried in sorted({math.ceil(least * more) for more in _TRIED}):
-        if tried > _FEWER * count:
-            break
-        spread = [_spread(share, tried, max_tokens, sizes, split=True) for share in shares]
-        fitting = [chunks for chunks in spread if chunks is not None]
-        repeated = sum(row.tokens for chunks in fitting for chunk in chunks for row in chunk) - sum(tokens)
-        if len(fitting) == len(shares) and repeated <= _REPEATED * sum(tokens):
-            return fitting
-    return None
-
-
-def _first_fit(rows: Sequence[PackedRow], max_tokens: int) -> list[list[PackedRow]]:
-    chunks: list[list[PackedRow]] = []
-    rooms: list[int] = []
-    for row in sorted(rows, key=lambda row: -row.tokens):
-        place = next((place for place, room in enumerate(rooms) if room >= row.tokens), len(chunks))
-        if place == len(chunks):
-            chunks.append([])
-            rooms.append(max_tokens)
-        chunks[place].append(row)
-        rooms[place] -= row.tokens
-    return chunks
-
-
-def _spread(
-    rows: Sequence[PackedRow], count: int, max_tokens: int, sizes: ModelSizes, *, split: bool
-) -> list[list[PackedRow]] | None:
-    """Return ``rows`` in ``count`` micro-batches of similar cost; None if they do not fit."""
-    chunks: list[list[PackedRow]] = [[] for _ in range(count)]
-    rooms, loads = [max_tokens] * count, [0.0] * count
-    waiting = list(reversed(rows))
-    while waiting:
-        row = waiting.pop()
-        possible = [place for place in range(count) if rooms[place] >= row.tokens]
-        if not possible:
-            widest = rooms.index(max(rooms))
-            fits = _fitting(row, rooms[widest]) if split else 0
-            if not fits:
-                return None
-            waiting.append(part(row, fits, len(row.samples)))
-            row, possible = part(row, 0, fits), [widest]
-        lightest = min(possible, key=loads.__getitem__)
-        chunks[lightest].append(row)
-        rooms[lightest] -= row.tokens
-        loads[lightest] += row.flops(sizes)
-    return chunks
-
-
-def _fitting(row: PackedRow, room: int) -> int:
-    return sum(part(row, 0, count + 1).tokens <= room for count in range(len(row.samples)))
+def only(row: PackedRow, kept: Sequence[int]) -> PackedRow:
+    """Return ``row`` with the samples of some indices only."""
+    contexts = tuple(row.contexts[index] for index in kept) if row.contexts else ()
+    samples, places = tuple(row.samples[index] for index in kept), tuple(row.places[index] for index in kept)
+    return dataclasses.replace(row, samples=samples, places=places, contexts=contexts)
 
 
 def micro_batch(rows: Sequence[PackedRow], sizes: ModelSizes = TOKENS_ALONE) -> MicroBatch:

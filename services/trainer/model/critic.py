@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.services.trainer.batch.packing import MicroBatch
-from penstock.services.trainer.model.layers import attention
+from penstock.services.trainer.model.layers import attention, ulysses
 from penstock.services.trainer.model.stochastic_layers import train_without_noise
 from penstock.services.trainer.model.trunk import Packing, Trunk
 
@@ -28,9 +28,9 @@ class Critic(nn.Module):
         return self
 
     def forward(self, batch: MicroBatch) -> Tensor:
-        hidden_ND = self.trunk.hidden_states(batch)
-        values_N: Tensor = self.value_head(hidden_ND).float().squeeze(-1)
-        return values_N
+        hidden_ND = self.trunk.hidden_states(batch if batch.shard is None else batch.shard.part)
+        values_N1: Tensor = self.value_head(hidden_ND).float()
+        return (values_N1 if batch.shard is None else ulysses.to_first(values_N1, batch.shard)).squeeze(-1)
 
 
 def value_loss(values_N: Tensor, earlier_values_N: Tensor, returns_N: Tensor, clip: float) -> Tensor:

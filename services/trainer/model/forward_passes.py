@@ -5,6 +5,9 @@
     attempt      0      1      2      3      4          memory short on rank 1 in attempt 1, which was cut into 2 and 3
     ranks        ·     (1,)    ·      ·      ·          plan.misfits = (Misfit(1, (1,)),)
 
+Rows that several ranks compute together are not cut, and a rank that has no memory for one ends the trainer: the others
+wait for it.
+
 The journalled plan records misfits, which depend on free memory, for replays. Random numbers (LoRA's dropout) are
 seeded by run, step, rank and attempt.
 """
@@ -56,7 +59,7 @@ class ForwardPasses:
         waiting, done = deque(inputs), []
         while waiting:
             micro_batch = waiting.popleft()
-            result, fits = self._attempt(functools.partial(work, micro_batch))
+            result, fits = self._attempt(functools.partial(work, micro_batch), alone=micro_batch.batch.shard is None)
             if result is None:
                 waiting.extendleft(reversed(self._cut(micro_batch, rows, fits=fits)))
                 continue
@@ -67,6 +70,8 @@ class ForwardPasses:
 
     def _cut(self, micro_batch: LossInputs, rows: Mapping[int, PackedRow], *, fits: bool) -> list[LossInputs]:
         samples = len(micro_batch.batch.places_S)
+        if micro_batch.batch.shard is not None:
+            return [micro_batch, oom_split.part(micro_batch, rows, 0, 0)]
         if samples == 0 and not fits:
             raise torch.OutOfMemoryError(
                 "not enough memory for an empty forward pass: lower trainer.micro_batch_tokens"
@@ -92,25 +97,28 @@ class ForwardPasses:
             "dropped_out_of_memory": float(left_out),
         }
 
-    def _attempt(self, work: Callable[[], T]) -> tuple[T | None, bool]:
-        """Return the result of ``work``, None if any rank is short of memory; and whether this rank fits."""
+    def _attempt(self, work: Callable[[], T], *, alone: bool) -> tuple[T | None, bool]:
+        """Return the result of ``work``, None if any rank is short of memory; and whether this rank fits.
+
+        ``alone``: no other rank computes the same row, and would wait for this one.
+        """
         attempt, self._attempts = self._attempts, self._attempts + 1
         ranks = self._repeated.get(attempt, ())
         result = None
         if not ranks:
             _seed(*self._seed, dist.get_rank(), attempt)
-            result = self._try(work)
+            result = self._try(work, alone=alone)
             ranks = self._engine.ranks_where(result is None) if self._engine.recovers else ()
         if not ranks:
             return result, True
         self.misfits.append(Misfit(attempt, ranks))
         return None, dist.get_rank() not in ranks
 
-    def _try(self, work: Callable[[], T]) -> T | None:
+    def _try(self, work: Callable[[], T], *, alone: bool) -> T | None:
         try:
             return work()
         except RuntimeError as error:
-            if not self._engine.recovers or not is_out_of_memory(error):
+            if not (self._engine.recovers and alone) or not is_out_of_memory(error):
                 raise
             return None
 
@@ -120,5 +128,11 @@ def _seed(*words: int) -> None:
 
 
 def digest(shares: Sequence[Sequence[Sequence[MicroBatch]]]) -> str:
-    places = [[[micro_batch.places_S.tolist() for micro_batch in rank] for rank in ranks] for ranks in shares]
+    places = [[[_places(micro_batch) for micro_batch in rank] for rank in ranks] for ranks in shares]
     return hashlib.blake2b(repr(places).encode(), digest_size=16).hexdigest()
+
+
+def _places(micro_batch: MicroBatch) -> list[int] | tuple[int, list[int]]:
+    """Return the samples' places, with the number of ranks if several compute them together."""
+    places, shard = micro_batch.places_S.tolist(), micro_batch.shard
+    return places if shard is None else (shard.part.ranks, places)

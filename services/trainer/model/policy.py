@@ -1,5 +1,6 @@
 """The policy: a Hugging Face causal model that returns logprobs of given tokens."""
 
+import dataclasses
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -7,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.services.trainer.batch.packing import MicroBatch, Support
-from penstock.services.trainer.model.layers import attention, kernels
+from penstock.services.trainer.batch.packing import MicroBatch, Shard, Support
+from penstock.services.trainer.model.layers import attention, kernels, ulysses
 from penstock.services.trainer.model.layers.logits import TokenLogprobs, token_logprobs
 from penstock.services.trainer.model.memory.sizes import measure
 from penstock.services.trainer.model.stochastic_layers import train_without_noise
@@ -74,7 +75,12 @@ class Policy(nn.Module):
         return self
 
     def forward(self, batch: MicroBatch) -> TokenLogprobs:
-        """Return the logprobs of ``batch``'s trained tokens."""
+        """Return the logprobs of ``batch``'s trained tokens; of a row that several ranks hold, on the first of them."""
+        if batch.shard is None:
+            return self._logprobs(batch)
+        return _on_first(self._logprobs(batch.shard.part), batch.shard)
+
+    def _logprobs(self, batch: MicroBatch) -> TokenLogprobs:
         hidden_ND = self.trunk.hidden_states(batch)
         return token_logprobs(
             hidden_ND,
@@ -100,6 +106,22 @@ class Policy(nn.Module):
         return int(self.model.config.get_text_config().vocab_size) * (
             4 if self._logits == "float32" else output.element_size()
         )
+
+
+def _on_first(own: TokenLogprobs, shard: Shard) -> TokenLogprobs:
+    """Return all ranks' logprobs on the first."""
+    values = {field.name: getattr(own, field.name) for field in dataclasses.fields(own)}
+    columns = {
+        name: value.reshape(len(value), *value.shape[1:] or (1,)) for name, value in values.items() if value is not None
+    }
+    whole_NC = ulysses.to_first(torch.cat(list(columns.values()), -1), shard)
+    pieces = torch.split(whole_NC, [value.shape[-1] for value in columns.values()], -1)
+    return TokenLogprobs(
+        **{
+            name: piece if values[name].ndim > 1 else piece[:, 0].contiguous()
+            for name, piece in zip(columns, pieces, strict=True)
+        }
+    )
 
 
 def _on(support: Support | None, device: torch.device) -> tuple[Tensor, Tensor] | None:

@@ -71,6 +71,19 @@ class Trunk:
         finally:
             self._kind = before
 
+    def check_shards(self, ranks: int) -> None:
+        """Raise SettingsError if ``ranks`` ranks cannot compute a row together."""
+        reason = self.reason or ('trainer.packing = "sequences"' if self.packing == "sequences" else "")
+        if self.packing == "rows" and self._boundaries is not None:
+            reason = f"{mixers.known(self._module)}, whose state passes along the whole row"
+        if any(".lora_dropout." in name and getattr(module, "p", 0) for name, module in self._module.named_modules()):
+            reason = "policy.lora.dropout, whose noise ranks draw by themselves"
+        if reason:
+            raise SettingsError(
+                f"expected a model without dropout that mixes tokens in attention alone, in packed rows, with trainer.sequence_parallel = {ranks}, found {reason}: "
+                "set trainer.sequence_parallel to 1"
+            )
+
     def hidden_states(self, batch: MicroBatch) -> Tensor:
         """Return the hidden state that predicts each trained token (N × D)."""
         if self.packing == "sequences":

@@ -264,7 +264,7 @@ class Driver:
 
     async def _try(self, suspect: Taken) -> None:
         """Run a suspect group alone; the bus has counted the attempt."""
-        group, most_tokens = suspect.experience.group, self._settings.trainer.micro_batch_tokens
+        group, most_tokens = suspect.experience.group, self._settings.trainer.row_tokens
         contexts = without_long(group, (0,) * len(group.samples), most_tokens)
         command = Command(
             CommandKind.TRY,
@@ -306,7 +306,7 @@ class Driver:
             )
         )
         figures_of = mixed_figures if self._settings.kind is RunKind.MIXTURE else batch_figures
-        most = self._settings.trainer.micro_batch_tokens
+        most = self._settings.trainer.row_tokens
         figures = figures_of(groups, self._step, self._branch.steps, contexts, most_tokens=most)
         result = await self._result(Result)
         await self._turns.confirm()

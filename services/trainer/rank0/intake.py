@@ -313,7 +313,7 @@ class Intake:
 
     def _fits(self, experience: Experience) -> bool:
         """Whether a sample fits into a forward pass; where whole samples are compared, whether all that are do."""
-        most = self._settings.trainer.micro_batch_tokens
+        most = self._settings.trainer.row_tokens
         if self._settings.algorithm.compares_whole_samples:
             return self._tokens(experience) <= most
         return not all(are_long(experience.group, most))
@@ -332,7 +332,7 @@ class Intake:
         self._unfit = 0
         reason = (
             f"nothing can be trained: none of the last {self._settings.slots} groups fits trainer.micro_batch_tokens = "
-            f"{self._settings.trainer.micro_batch_tokens}, the newest has {self._tokens(experience)} tokens: raise it, or lower "
+            f"{self._settings.trainer.row_tokens}, the newest has {self._tokens(experience)} tokens: raise it, or lower "
             "sampling.max_new_tokens"
         )
         paused, _ = await self._ledger.transition(RunState.PAUSED, reason, [RunState.RUNNING])
@@ -435,7 +435,7 @@ class Intake:
             contexts: tuple[int, ...] = (0,) * len(group.samples)  # no policy drew demonstrations: they are never stale
             if not _is_shown(taken.experience):
                 contexts = find_contexts(group, step, self._steps_of_versions, algorithm.max_lag, how)
-            trained = without_long(group, contexts, self._settings.trainer.micro_batch_tokens)
+            trained = without_long(group, contexts, self._settings.trainer.row_tokens)
             if is_fenced(group, revoked):
                 leave = self._drop(taken.delivery, "fenced", f"{detail} at step {step}")
             elif self._is_of_lost_versions(taken.experience) or (any(contexts) and algorithm.on_stale == "requeue"):

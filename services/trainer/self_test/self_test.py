@@ -13,8 +13,9 @@ precision, which hides small mistakes, is also tested widened to float32 if memo
 
 If rows differ and ``trainer.packing`` is automatic, sequences go one by one; a model that still differs is refused.
 At ZeRO stage 3 the model is not on the device as a whole yet (``memory/layerwise``).
-Gradients and random generators stay unchanged. Not covered: windows beyond ``random_rows.LONGEST_WINDOW``, gradients of large
-matrices, ZeRO.
+With ``trainer.sequence_parallel`` the micro-batch also goes through the policy in parts, one on each rank of a group.
+Gradients and random generators stay unchanged. Not covered: windows beyond ``random_rows.LONGEST_WINDOW``, gradients of
+large matrices, ZeRO.
 """
 
 import contextlib
@@ -22,21 +23,30 @@ import dataclasses
 import logging
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
-import numpy as np
 import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from penstock.services.trainer.batch import shards
 from penstock.services.trainer.batch.packing import MicroBatch, PackedRow, micro_batch
 from penstock.services.trainer.model.critic import Critic
+from penstock.services.trainer.model.layers import ulysses
 from penstock.services.trainer.model.memory import layerwise
 from penstock.services.trainer.model.policy import Policy
 from penstock.services.trainer.model.trunk import Packing
 from penstock.services.trainer.self_test import first_difference, random_rows, reached_weights
+from penstock.services.trainer.self_test.numbers import (
+    HIDDEN_STATES,
+    LOGPROBS,
+    Gap,
+    Numbers,
+    compute,
+    gap_between,
+    of_group,
+)
 from penstock.services.trainer.self_test.unmodified_model import (
     hidden_states,
     hidden_states_ahead,
@@ -60,27 +70,6 @@ _ROOM_BYTES = 4 << 30
 _DRAWS = 3
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Gap:
-    """Distance between two computations of the same numbers."""
-
-    max_nats: float
-    mean_nats: float
-    gradient: float
-    """Relative norm, the larger one of embeddings and parameters."""
-
-    def within(self, limit: "Gap") -> bool:
-        """Whether every number is at most that of ``limit``; NaN is not."""
-        mine, most = dataclasses.astuple(self), dataclasses.astuple(limit)
-        return all(a <= b for a, b in zip(mine, most, strict=True))
-
-    def words(self, of: str) -> str:
-        """Describe the gap of "logprobs" or "hidden states" (unit: their root mean square)."""
-        unit = " nats" if of == _LOGPROBS else ""
-        return f"{of} differ by {self.max_nats:.2g}{unit} at most and {self.mean_nats:.2g} on average, the gradient by {self.gradient:.2g} of its norm"
-
-
-_LOGPROBS, _HIDDEN_STATES = "logprobs", "hidden states"
 _BROKEN = Gap(math.inf, math.inf, math.inf)
 
 
@@ -105,27 +94,25 @@ class SelfTestResult:
         return f'{self.gap.words(self.of)} (limit {self.limit.gradient:.2g}){widened}; packing = "{self.packing}"; {self.seconds:.2f} s'
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Numbers:
-    """Logprobs or hidden states (N), and gradients of embeddings (K × D) and small parameters."""
-
-    logprobs_N: Tensor
-    embeddings_KD: Tensor
-    parameters: Mapping[str, Tensor]
-
-
-def run(policy: Subject, packing: Packing, seed: int = 0, *, is_sharded: bool = False) -> SelfTestResult:
+def run(
+    policy: Subject, packing: Packing, seed: int = 0, *, is_sharded: bool = False, sequence_parallel: int = 1
+) -> SelfTestResult:
     """Compare a policy or critic, in training mode, with the unmodified model; choose the packing.
 
     ``is_sharded``: several ranks share gradients or weights, so that each pass has to reach the same weights.
+    ``sequence_parallel``: ranks that compute a long row together; then a row is compared that they hold in parts, too.
 
     Raises:
         SettingsError: no allowed packing passes, transformers cannot run the model, or passes reach different weights.
     """
     began = time.perf_counter()
     with _undisturbed(policy):
-        widened = _compare_widened(policy, packing, seed)
+        if sequence_parallel > 1:
+            policy.trunk.check_shards(sequence_parallel)
+        widened = _compare_widened(policy, packing, seed, sequence_parallel)
         trial = _chosen(policy, packing, seed, _best(policy, seed, causal=widened is not None))
+        if sequence_parallel > 1:
+            _check_shards(policy, seed, sequence_parallel)
         if is_sharded:
             reached_weights.check(policy, trial.rows, _setting(policy))
     chosen, seconds = policy.trunk, time.perf_counter() - began
@@ -133,17 +120,34 @@ def run(policy: Subject, packing: Packing, seed: int = 0, *, is_sharded: bool = 
 
 
 def _compared(policy: Subject) -> str:
-    return _HIDDEN_STATES if isinstance(policy, Critic) else _LOGPROBS
+    return HIDDEN_STATES if isinstance(policy, Critic) else LOGPROBS
 
 
 def _setting(policy: Subject) -> str:
     return "algorithm.critic.model" if isinstance(policy, Critic) else "policy.model"
 
 
-def _packed(policy: Subject, rows: Sequence[PackedRow]) -> Tensor:
+def _check_shards(policy: Subject, seed: int, ranks: int, *, widened: bool = False) -> None:
+    """Compare a row of which each of ``ranks`` ranks holds a part; raises SettingsError."""
+    policy.trunk.check_shards(ranks)
+    trial = _best(policy, seed, widened=widened, ranks=ranks)
+    if not trial.passed:
+        raise SettingsError(
+            f"expected {_compared(policy)} and gradients of the unmodified {type(policy.model).__name__}, within {trial.limit.gradient:.2g}, "
+            f"of a row that {ranks} ranks compute together, but {trial.gap.words(_compared(policy))}: set "
+            "trainer.sequence_parallel to 1"
+        )
+
+
+def _packed(policy: Subject, rows: Sequence[PackedRow], ranks: int = 1) -> Tensor:
     batch: MicroBatch = micro_batch(rows)
+    if ranks > 1:
+        batch = shards.split(batch, ranks)[ulysses.index(ranks)]
     if isinstance(policy, Critic):
-        return unit_hidden_states(policy.trunk.hidden_states(batch))
+        if batch.shard is None:
+            return unit_hidden_states(policy.trunk.hidden_states(batch))
+        own_ND = policy.trunk.hidden_states(batch.shard.part)
+        return unit_hidden_states(ulysses.to_first(own_ND, batch.shard))
     logprobs_N: Tensor = policy(batch).policy_logprobs_N
     return logprobs_N
 
@@ -167,7 +171,7 @@ def _chosen(policy: Subject, packing: Packing, seed: int, trial: "_Trial") -> "_
     return trial
 
 
-def _compare_widened(policy: Subject, packing: Packing, seed: int) -> Gap | None:
+def _compare_widened(policy: Subject, packing: Packing, seed: int, ranks: int) -> Gap | None:
     """Compare a half-precision model in float32, and choose the packing; None if that is not possible."""
     narrow = [tensor for tensor in (*policy.parameters(), *policy.buffers()) if tensor.dtype in _HALF]
     if not narrow or not _has_room(narrow):
@@ -181,7 +185,10 @@ def _compare_widened(policy: Subject, packing: Packing, seed: int) -> Gap | None
         if trial.failure:
             log.info("self-test in float32 skipped", extra={"detail": trial.failure})
             return None
-        return _chosen(policy, packing, seed, trial).gap
+        chosen = _chosen(policy, packing, seed, trial)
+        if ranks > 1:
+            _check_shards(policy, seed, ranks, widened=True)
+        return chosen.gap
 
 
 def _has_room(narrow: Sequence[Tensor]) -> bool:
@@ -222,7 +229,7 @@ class _Trial:
         return self.gap.within(self.limit)
 
 
-def _best(policy: Subject, seed: int, *, widened: bool = False, causal: bool = False) -> _Trial:
+def _best(policy: Subject, seed: int, *, widened: bool = False, causal: bool = False, ranks: int = 1) -> _Trial:
     """Return the first trial that passes, else the last of ``_DRAWS``; the same on every rank.
 
     Rounding may change the routing of two equal experts in one draw; wrong packing fails all.
@@ -230,7 +237,7 @@ def _best(policy: Subject, seed: int, *, widened: bool = False, causal: bool = F
     for number in range(_DRAWS):
         rows = random_rows.draw(policy.model, next(policy.parameters()).device, seed + number)
         reference = _reference(policy, rows, causal=causal)
-        gap, failure = _attempt(policy, rows, reference)
+        gap, failure = _attempt(policy, rows, reference, ranks)
         trial = _Trial(rows, gap, _least(policy, widened=widened), failure)
         if not trial.passed and not failure:
             trial = dataclasses.replace(trial, limit=_limit(policy, trial, reference))
@@ -246,12 +253,12 @@ def _least(policy: Subject, *, widened: bool) -> Gap:
     return Gap(math.inf, _HALF_NATS, _HALF_GRADIENT) if half else Gap(_EXACT, _EXACT, _EXACT)
 
 
-def _limit(policy: Subject, trial: _Trial, reference: _Numbers) -> Gap:
+def _limit(policy: Subject, trial: _Trial, reference: Numbers) -> Gap:
     """Return the allowed gap, given the effect of rounding the embeddings."""
     if trial.limit.max_nats < math.inf:
         return trial.limit
     with unmodified(policy.model):
-        spread = _gap(_numbers(policy, trial.rows, lambda: _plain(policy, trial.rows), rounded=True), reference)
+        spread = gap_between(compute(policy, trial.rows, lambda: _plain(policy, trial.rows), rounded=True), reference)
     nats = min(_MOST, max(trial.limit.mean_nats, _SPREADS * spread.mean_nats))
     return Gap(math.inf, nats, min(_MOST, max(trial.limit.gradient, _SPREADS * spread.gradient)))
 
@@ -276,7 +283,7 @@ def _undisturbed(policy: Subject) -> Iterator[None]:
         yield
 
 
-def _reference(policy: Subject, rows: Sequence[PackedRow], *, causal: bool) -> _Numbers:
+def _reference(policy: Subject, rows: Sequence[PackedRow], *, causal: bool) -> Numbers:
     """Return the unmodified model's numbers; refuse it if not ``causal``."""
     device, model = next(policy.parameters()).device, policy.model
     half = any(parameter.dtype in _HALF for parameter in policy.parameters())
@@ -289,7 +296,7 @@ def _reference(policy: Subject, rows: Sequence[PackedRow], *, causal: bool) -> _
                     f"expected a causal language model, found {type(model).__name__}, in which transformers lets what a token predicts depend on "
                     f"the tokens after it (by {ahead:.2g}{' nats' if isinstance(policy, Policy) else ''}): change {_setting(policy)}"
                 )
-            return _numbers(policy, rows, lambda: _plain(policy, rows))
+            return compute(policy, rows, lambda: _plain(policy, rows))
     except SettingsError:
         raise
     except Exception as error:
@@ -299,11 +306,14 @@ def _reference(policy: Subject, rows: Sequence[PackedRow], *, causal: bool) -> _
         ) from error
 
 
-def _attempt(policy: Subject, rows: Sequence[PackedRow], reference: _Numbers) -> tuple[Gap, str]:
+def _attempt(policy: Subject, rows: Sequence[PackedRow], reference: Numbers, ranks: int) -> tuple[Gap, str]:
     gap, failure = _BROKEN, ""
     try:
-        gap = _gap(_numbers(policy, rows, lambda: _packed(policy, rows)), reference)
-    except Exception as error:  # noqa: BLE001 (of any model's code)
+        numbers = compute(policy, rows, lambda: _packed(policy, rows, ranks))
+        gap = gap_between(numbers if ranks == 1 else of_group(numbers, reference, ranks), reference)
+    except Exception as error:
+        if ranks > 1:
+            raise  # the others of its group wait for this rank
         failure = (
             _first_line(error) if isinstance(error, SettingsError) else f"{type(error).__name__}: {_first_line(error)}"
         )
@@ -319,71 +329,6 @@ def _worst(gap: Gap, device: torch.device) -> Gap:
     )
     dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
     return Gap(*numbers.tolist())
-
-
-def _numbers(policy: Subject, rows: Sequence[PackedRow], compute: Any, *, rounded: bool = False) -> _Numbers:
-    """Return the result of ``compute`` and its gradients; ``rounded``: for rounded embeddings."""
-    model = policy.model
-    small = {
-        name: parameter
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad and parameter.numel() <= layerwise.SMALL
-    }
-    calls = list[tuple[Tensor, Tensor]]()
-
-    def keep(module: Any, args: Any, kwargs: Any, output: Tensor) -> Tensor:
-        embedded = output.detach()
-        if rounded:
-            noise = torch.rand(embedded.shape, generator=torch.Generator().manual_seed(len(calls))) * 2 - 1
-            embedded = embedded * (1 + torch.finfo(embedded.dtype).eps * noise.to(embedded))
-        calls.append((args[0] if args else kwargs["input"], embedded.requires_grad_()))
-        return embedded.clone()  # some models change it in place
-
-    hook = model.get_input_embeddings().register_forward_hook(keep, with_kwargs=True)
-    try:
-        logprobs_N = compute()
-    finally:
-        hook.remove()
-    weights_N = torch.randn(len(logprobs_N), generator=torch.Generator().manual_seed(1)).to(logprobs_N.device)
-    inputs = [embedded for _, embedded in calls] + list(small.values())
-    gradients = torch.autograd.grad(logprobs_N @ weights_N, inputs, allow_unused=True)
-    filled = [
-        torch.zeros_like(tensor) if grad is None else grad for tensor, grad in zip(inputs, gradients, strict=True)
-    ]
-    by_token = _by_token([ids for ids, _ in calls], filled[: len(calls)], rows)
-    return _Numbers(logprobs_N.detach(), by_token, dict(zip(small, filled[len(calls) :], strict=True)))
-
-
-def _by_token(ids: Sequence[Tensor], gradients: Sequence[Tensor], rows: Sequence[PackedRow]) -> Tensor:
-    """Return the summed gradient of each distinct token (K × D, float32)."""
-    distinct = np.unique(
-        np.concatenate([np.r_[row.prompt_token_ids, *[sample.token_ids for sample in row.samples]] for row in rows])
-    )
-    known = torch.from_numpy(distinct).to(gradients[0].device)
-    summed = torch.zeros(len(known), gradients[0].shape[-1], device=known.device)
-    for ids_BT, gradient_BTD in zip(ids, gradients, strict=True):
-        places = torch.searchsorted(known, ids_BT.flatten().to(known.dtype))
-        summed.index_add_(0, places, gradient_BTD.flatten(0, -2).float())
-    return summed
-
-
-def _gap(measured: _Numbers, reference: _Numbers) -> Gap:
-    apart_N = (measured.logprobs_N - reference.logprobs_N).abs()
-    names = list(reference.parameters)
-    return Gap(
-        float(apart_N.max()),
-        float(apart_N.mean()),
-        max(
-            _relative([measured.embeddings_KD], [reference.embeddings_KD]),
-            _relative([measured.parameters[name] for name in names], [reference.parameters[name] for name in names]),
-        ),
-    )
-
-
-def _relative(measured: Sequence[Tensor], reference: Sequence[Tensor]) -> float:
-    apart = sum(float((a.float() - b.float()).square().sum()) for a, b in zip(measured, reference, strict=True))
-    whole = sum(float(b.float().square().sum()) for b in reference)
-    return math.sqrt(apart / whole) if whole else (0.0 if not apart else math.inf)
 
 
 def _first_line(error: Exception) -> str:

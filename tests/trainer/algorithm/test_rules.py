@@ -18,7 +18,8 @@ from penstock.services.trainer.algorithm.advantages import group_advantages
 from penstock.services.trainer.algorithm.loss.kl import estimate
 from penstock.services.trainer.algorithm.rules.clip import clipped_ratio
 from penstock.services.trainer.algorithm.schedule import scheduled
-from penstock.services.trainer.batch.packing import MicroBatch, PackedRow, micro_batch, plan, split_row
+from penstock.services.trainer.batch.assignment import plan
+from penstock.services.trainer.batch.packing import MicroBatch, PackedRow, micro_batch, split_row
 from penstock.services.trainer.batch.staleness import (
     are_long,
     find_contexts,

@@ -19,7 +19,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from penstock.services.trainer.algorithm.update import Learner
-from penstock.services.trainer.batch.packing import PackedRow, assign_pieces, micro_batch, plan
+from penstock.services.trainer.batch.assignment import assign_pieces, plan
+from penstock.services.trainer.batch.packing import PackedRow, micro_batch
 from penstock.services.trainer.checkpoint import pickles
 from penstock.services.trainer.model import optimizer
 from penstock.services.trainer.model.engine import TrainingEngine

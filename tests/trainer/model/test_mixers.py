@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.services.trainer.batch.packing import PackedRow, assign_pieces, micro_batch, part, split_row
+from penstock.services.trainer.batch.assignment import assign_pieces
+from penstock.services.trainer.batch.packing import PackedRow, micro_batch, part, split_row
 from penstock.services.trainer.batch.segments import Segments
 from penstock.services.trainer.model.layers import mixers, spans
 from penstock.services.trainer.model.layers.attention import CannotPack

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.services.trainer.batch.packing import PackedRow, assign_pieces, micro_batch
+from penstock.services.trainer.batch.assignment import assign_pieces
+from penstock.services.trainer.batch.packing import PackedRow, micro_batch
 from penstock.services.trainer.batch.segments import Segments
 from penstock.services.trainer.model.layers import attention_layout
 from penstock.services.trainer.model.layers.attention import PackedLayout

@@ -13,6 +13,7 @@ Shapes: ``B`` 1, ``H`` heads, ``T`` tokens, ``N`` trained tokens, ``D`` a head's
 """
 
 import contextvars
+import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NoReturn
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 
 from penstock.services.trainer.batch.packing import MicroBatch
 from penstock.services.trainer.batch.segments import Segments
-from penstock.services.trainer.model.layers import variable_length
+from penstock.services.trainer.model.layers import ulysses, variable_length
 from penstock.services.trainer.model.layers.attention_layout import (
     CAUSAL,
     Pattern,
@@ -73,17 +74,19 @@ class CannotPack(SettingsError):
 
 
 class PackedLayout:
-    """Visibility among the tokens of one micro-batch, shared by all layers."""
+    """Visibility among the tokens of one micro-batch, of which ``ranks`` ranks hold equal parts, shared by all layers."""
 
-    def __init__(self, segments: Segments, kind: AttentionKind, device: torch.device) -> None:
+    def __init__(self, segments: Segments, kind: AttentionKind, device: torch.device, ranks: int = 1) -> None:
         self._segments = segments
         self._kind = kind
         self._device = device
+        self._ranks = ranks
         self._rectangles: dict[tuple[Pattern, bool], tuple[list[Rectangle], Tensor]] = {}
         self._ragged: dict[bool, Ragged] = {}
         self.used = 0
         self.longest = int((segments.before + segments.lengths_K).max())
-        self.positions_T = torch.from_numpy(segments.positions).to(device)
+        self.positions_T = torch.from_numpy(segments.positions).to(device).chunk(ranks)[ulysses.index(ranks)]
+        """Of this rank's tokens."""
 
     def attend(
         self,
@@ -95,10 +98,18 @@ class PackedLayout:
     ) -> Tensor:
         self.used += 1
         query, key, value = (tensor.transpose(1, 2).squeeze(0) for tensor in (query_BHTD, key_BHTD, value_BHTD))
+        if self._ranks == 1:
+            return self._attend(query, key, value, pattern, extras)[None]
+        query, key, value = ulysses.to_heads(self._ranks, query, key, value)
+        if extras.sinks_H is not None:
+            extras = dataclasses.replace(extras, sinks_H=ulysses.own_heads(self._ranks, extras.sinks_H))
+        return ulysses.to_tokens(self._ranks, self._attend(query, key, value, pattern, extras))[None]
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, extras: Extras) -> Tensor:
         kind = self._varlen(query, key, value, pattern, extras)
         if kind is not None:
-            return self._by_length(kind, query, key, value, pattern, extras)[None]
-        return self._by_rectangle(query, key, value, pattern, extras)[None]
+            return self._by_length(kind, query, key, value, pattern, extras)
+        return self._by_rectangle(query, key, value, pattern, extras)
 
     def _varlen(self, query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, extras: Extras) -> VarlenKind | None:
         sinks = extras.sinks_H is not None
@@ -322,7 +333,7 @@ def hidden_states(trunk: Any, batch: MicroBatch, kind: AttentionKind) -> Tensor:
     if "position_ids" not in inspect.signature(trunk.forward).parameters:
         _refuse(f"a model that takes positions, found {type(trunk).__name__}")
     device = next(trunk.parameters()).device
-    layout = PackedLayout(batch.segments, kind, device)
+    layout = PackedLayout(batch.segments, kind, device, batch.ranks)
     input_ids_BT = torch.from_numpy(batch.input_ids_BT).to(device)
     token = _PACKED.set(layout)
     try:

@@ -178,6 +178,11 @@ def install(model: nn.Module) -> Boundaries | None:
     return boundaries
 
 
+def known(model: nn.Module) -> str:
+    """Return the class of the first known mixer in ``model``, or ""."""
+    return next((type(module).__name__ for module in model.modules() if _is_known(module)), "")
+
+
 def _is_known(module: nn.Module) -> bool:
     name, origin = type(module).__name__, type(module).__module__
     return origin.startswith("transformers.models.") and (name in _CONTINUING or name in _WHOLE)
