@@ -10,6 +10,7 @@ import subprocess
 import sys
 import warnings
 import weakref
+from enum import Enum
 from pathlib import Path
 from typing import Any, get_args
 
@@ -30,6 +31,7 @@ from penstock.services.trainer.phases import Phases
 from penstock.shared.errors import SettingsError
 from penstock.shared.files import durable
 from penstock.shared.model.flops import ModelSizes, forward_flops, peak_tflops
+from penstock.shared.process import memory_timeline
 from penstock.shared.settings import PolicySettings, Settings
 from penstock.shared.settings.trainer import DEEPSPEED_ALLOWED
 from tests.conftest import need_module
@@ -136,7 +138,7 @@ def test_moments_of_eight_bits_make_almost_the_same_steps_and_a_checkpoint_holds
     assert {torch.uint8, torch.float32} <= first.state_types()
     # an 8-bit moment is off by up to 1/128: 0.008 of the movement is common, another optimizer over 0.5
     assert 1e-4 < moved_apart(first.weights(), plain.weights(), dict(tiny.model(0).named_parameters())) < 0.05
-    first.engine.save(tmp_path)
+    first.engine.save(tmp_path)()
     with smooth_adam():
         second.engine.load(tmp_path)
     first.step(3)
@@ -151,17 +153,62 @@ def test_a_file_for_which_the_disk_has_no_room_is_not_begun(
 ) -> None:
     stepper = Stepper(settings(zero_stage))
     stepper.step(1)
-    assert stepper.engine.save(tmp_path / "first") == ""
+    assert stepper.engine.save(tmp_path / "first")().error == ""
     largest = max((tmp_path / "first").rglob("*.pt"), key=lambda path: path.stat().st_size)
     nbytes = largest.stat().st_size
     monkeypatch.setattr(durable, "free_bytes", lambda _: durable.LEAST_BYTES + int(0.85 * nbytes))
     assert re.search(
-        rf"{largest.name} needs [\d,]+ bytes, and [\d,]+ are free$", stepper.engine.save(tmp_path / "second")
+        rf"{largest.name} needs [\d,]+ bytes, and [\d,]+ are free$", stepper.engine.save(tmp_path / "second")().error
     )
     assert not list((tmp_path / "second").rglob(largest.name))
     monkeypatch.setattr(durable, "free_bytes", lambda _: durable.LEAST_BYTES + nbytes)
-    assert stepper.engine.save(tmp_path / "second") == ""
+    assert stepper.engine.save(tmp_path / "second")().error == ""
     Stepper(settings(zero_stage)).engine.load(tmp_path / "second")
+
+
+def plain(value: Any) -> Any:
+    """Return a checkpoint's contents as what can be compared."""
+    if torch.is_tensor(value):
+        return str(value.dtype), value.tolist()
+    if isinstance(value, dict):
+        return {name: plain(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(each) for each in value]
+    return plain(vars(value)) if hasattr(value, "__dict__") and not isinstance(value, Enum) else value
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "trainer",
+    [
+        {"zero_stage": 0},
+        {"zero_stage": 1},
+        {"zero_stage": 2},
+        {"zero_stage": 3},
+        {"zero_stage": 3, "offload": "all"},
+        {"optimizer": "adamw_8bit"},
+    ],
+    ids=str,
+)
+def test_a_checkpoint_is_of_the_step_at_which_it_was_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trainer: dict[str, Any], dtype: Any
+) -> None:
+    if "optimizer" in trainer:
+        need_module("bitsandbytes", "bitsandbytes")
+    stepper = Stepper(settings(**trainer).model_copy(update={"policy": PolicySettings(dtype=dtype)}))
+    stepper.step(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(memory_timeline, "host_bytes", lambda: (0.0, 0.0))
+        write_at_once = stepper.engine.save(tmp_path / "at once")
+        assert list((tmp_path / "at once").rglob("*.pt")), "a host without memory for the copy"
+    at_once = write_at_once()
+    write = stepper.engine.save(tmp_path / "copied")
+    stepper.step(2)
+    assert not list((tmp_path / "copied").rglob("*.pt"))
+    copied = write()
+    assert at_once.error == copied.error == ""
+    others = [plain(torch.load(tmp_path / "at once" / path.relative_to(tmp_path / "copied"))) for path in copied.files]
+    assert [plain(torch.load(path)) for path in copied.files] == others
 
 
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
@@ -170,7 +217,7 @@ def test_the_optimizers_states_are_gone_before_others_are_loaded(
 ) -> None:
     stepper = Stepper(settings(zero_stage))
     stepper.step(1)
-    stepper.engine.save(tmp_path)
+    stepper.engine.save(tmp_path)()
     base = getattr(stepper.engine.optimizer, "optimizer", stepper.engine.optimizer)
     moments = [weakref.ref(states["exp_avg"]) for states in base.state.values()]
     assert moments
@@ -194,7 +241,7 @@ def test_a_loaded_checkpoint_can_be_deleted_and_its_space_is_free(tmp_path: Path
     of = settings(**trainer)
     first, second = Stepper(of), Stepper(of)
     first.step(1)
-    first.engine.save(tmp_path)
+    first.engine.save(tmp_path)()
     second.engine.load(tmp_path)
     gc.collect()
     assert str(tmp_path) not in Path("/proc/self/maps").read_text()
@@ -256,7 +303,7 @@ def test_a_loaded_optimizer_has_the_options_of_its_run(tmp_path: Path, zero_stag
 
     first = Stepper(settings(zero_stage, weight_decay=0.1))
     first.step(1)
-    first.engine.save(tmp_path)
+    first.engine.save(tmp_path)()
     second = Stepper(settings(zero_stage, weight_decay=0.2, adam_betas=(0.8, 0.9), adam_eps=1e-6))
     second.engine.load(tmp_path)
     assert options_of(second) == [((0.8, 0.9), 1e-6, 0.2), ((0.8, 0.9), 1e-6, 0.0)]
@@ -275,7 +322,7 @@ def test_a_checkpoint_holds_the_states_of_all_groups_and_one_of_other_groups_is_
     request.getfixturevalue("several_groups")
     first, second = Stepper(of), Stepper(of)
     first.step(1)
-    first.engine.save(tmp_path)
+    first.engine.save(tmp_path)()
     second.engine.load(tmp_path)
     first.step(2)
     second.step(2)
