@@ -224,16 +224,17 @@ class Trainer:
     def _load(self, folder: Path) -> None:
         checkpoint = local_store.read(folder)
         assert checkpoint is not None
-        local_store.check_ranks(checkpoint, self._engine.ranks, self._settings.trainer.zero_stage)
         local_store.check_base(checkpoint, self._settings.policy)
-        self._engine.load(folder / "engine")
+        zero_stage, ranks = self._settings.trainer.zero_stage, self._engine.ranks
+        of_others = checkpoint.state.zero_stage != zero_stage or (zero_stage > 0 and checkpoint.state.ranks != ranks)
+        self._engine.load(folder / "engine", of_others=of_others)
         self._prober.prepare((), replays=True)
         if self._critic is not None:
             if not (folder / "critic").is_dir():
                 raise SettingsError(
                     f"the checkpoint {folder} has no critic: set algorithm.advantage as at the start of the run"
                 )
-            self._critic.load(folder / "critic")
+            self._critic.load(folder / "critic", of_others=of_others)
         self.step = 0 if folder.name == local_store.START else checkpoint.state.step
         log.info("checkpoint loaded", extra={"folder": str(folder), "step": self.step})
 
@@ -250,7 +251,7 @@ class Trainer:
         if known is not None and made.settings != known.settings:
             return Replayed(
                 f"step {self.step} was replayed with other settings than it was made with ([algorithm], or of [trainer] "
-                "those of optimizer and learning rate), so its weights are published again as a new version"
+                "those of optimizer, learning rate and ZeRO stage), so its weights are published again as a new version"
             )
         return Replayed(
             f"step {self.step} was replayed in other forward passes than it was made in ({_words(made)}; in the journal: "

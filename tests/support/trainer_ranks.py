@@ -78,6 +78,14 @@ HYBRID: dict[str, Any] = {
     "trainer": {"deepspeed": {"zero_optimization": {"stage3_param_persistence_threshold": 0}}},
 }
 CAP = 24
+RELAID: dict[str, tuple[int, int, dict[str, Any]]] = {
+    "1 to 3": (1, 3, {}),
+    "3 to 1": (3, 1, {}),
+    "2 to 2": (2, 2, {"trainer": {"weight_decay": 0.1}}),
+    "3 to 3": (3, 3, {"trainer": {"offload": "optimizer"}}),
+    "lora": (2, 3, {"lora": LORA}),
+}
+"""ZeRO stages of one rank and of two, which continue each other's checkpoints."""
 Batch = Callable[..., list[Experience]]
 
 
@@ -181,6 +189,17 @@ def resumed(of: Settings, folder: Path) -> dict[str, Any]:
     dist.barrier()
     after.engine.load(folder)
     return {"one": [before.learn(2), before.weights()], "other": [after.learn(2), after.weights()]}
+
+
+def relaid(of: Settings, folder: Path) -> dict[str, Any]:
+    """Weights read from what one rank wrote, those of a step made from them, and what was written after it."""
+    rank = Rank(of)
+    rank.engine.load(folder / "one", of_others=True)
+    loaded = rank.weights()
+    rank.learn(2)
+    assert not rank.engine.save(folder / "two")().error
+    dist.barrier()
+    return {"loaded": loaded, "weights": rank.weights()}
 
 
 def without_memory(of: Settings, most_tokens: int, batch: Batch = test_update.batch) -> dict[str, Any]:
@@ -349,6 +368,8 @@ def _found(folder: Path) -> dict[str, Any]:
     for stage in (2, 3):
         with_kl = settings(stage, 2, lora=LORA, algorithm={"kl": KL})
         actual[f"lora-{stage}"] = two_steps(with_kl)
+    for name, (_, stage, tables) in RELAID.items():
+        actual[f"relaid {name}"] = relaid(settings(stage, 2, **tables), folder / name)
     actual["lora-resumed"] = resumed(with_kl, folder / "lora")
     with mock.patch.multiple(
         spans, FORK_TOKENS=1, CHUNK_TOKENS=1, _SLACK_TOKENS=0

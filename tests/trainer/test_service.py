@@ -228,6 +228,39 @@ async def test_a_trainer_killed_after_a_commit_comes_back_at_its_step_with_the_s
     assert (tmp_path / "runs" / f"killed-{ranks}-{zero_stage}" / "policy" / "config.json").exists()
 
 
+@pytest.mark.slow
+async def test_a_run_is_continued_by_other_ranks_at_other_zero_stages_and_what_they_replay_is_published_again(
+    tmp_path: Path, server: Server
+) -> None:
+    undisturbed = asyncio.create_task(_after(Run(tmp_path, server, "as-one", ranks=2), STEPS))
+
+    def relaid(ranks: int, zero_stage: int) -> Run:
+        return Run(tmp_path, server, "relaid", ranks=ranks, zero_stage=zero_stage)
+
+    run = relaid(2, 1)
+    async with bus_of(run) as (bus, ledger):
+        await feed(bus, 0, 2 * GROUPS)
+        async with run.trainer() as process:
+            await run.reaches(ledger, 2, process)
+            await run.stops(process)
+        run = relaid(1, 3)
+        await feed(bus, 2 * GROUPS, GROUPS)
+        async with run.trainer() as process:
+            await run.reaches(ledger, 3, process)  # no checkpoint is due
+            process.kill()
+            await asyncio.to_thread(process.wait, PATIENCE_S)
+        assert await versions(ledger) == [(0, None, 0), (1, 0, 1), (2, 1, 2), (3, 2, 3)]
+        run = relaid(2, 2)
+        await feed(bus, 3 * GROUPS, 2 * GROUPS)
+        async with run.trainer() as process:
+            await run.reaches(ledger, STEPS, process)
+            await run.stops(process)
+        assert (await versions(ledger))[4:] == [(4, 3, 3), (5, 4, 4), (6, 5, 5)]
+        assert await bus.counts() == {"trained": STEPS * GROUPS}
+        weights = await run.weights(ledger)
+    assert moved_apart(weights, await undisturbed, initial_weights()) < ADAM_MOVEMENT
+
+
 @contextlib.contextmanager
 def endless(file: Path) -> Iterator[None]:
     """Have a file whose writer does not come to its end: a pipe that nobody empties."""

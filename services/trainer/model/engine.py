@@ -27,6 +27,7 @@ from penstock.services.trainer.model.memory.residency import Residency
 from penstock.services.trainer.model.memory.storages import Storages, tensors_in
 from penstock.services.trainer.model.named_tensors import Published, published, unique
 from penstock.services.trainer.model.optimizer import adamw, check_sizes, set_options
+from penstock.services.trainer.model.saving.ranges import load_ranges, ranges_of
 from penstock.services.trainer.model.saving.writer import Writer, Written
 from penstock.services.trainer.rank_group import host_group, meet_at_storage
 from penstock.shared.errors import SettingsError, WeightsError
@@ -289,7 +290,8 @@ class TrainingEngine:
         """
         self.residency.follow()
         error, copies = self._check_room(folder)
-        self._writer.begin(error, copies=copies)
+        ranges = ranges_of(self._engine.optimizer) if self._trainer.zero_stage else ()
+        self._writer.begin(error, copies=copies, ranges=ranges)
         self._engine.save_checkpoint(str(folder), tag=_TAG, save_latest=False, exclude_frozen_parameters=self._frozen)
         return self._writer.write
 
@@ -322,15 +324,20 @@ class TrainingEngine:
         dist.all_gather_object(values, value, group=host_group())
         return values
 
-    def load(self, folder: Path) -> None:
-        """Read what :meth:`save` wrote; collective. SettingsError if a file holds code."""
+    def load(self, folder: Path, *, of_others: bool = False) -> None:
+        """Read what :meth:`save` wrote, perhaps ``of_others``: other ranks, or those of another ZeRO stage; collective.
+
+        Raises:
+            SettingsError: a file holds code, or it cannot be read by these ranks.
+        """
         self.residency.follow()
         self._forget_states()
-        strict = not self._frozen
-        try:
-            loaded, _ = pickles.loading(
-                folder, lambda: self._engine.load_checkpoint(str(folder), tag=_TAG, load_module_strict=strict)
+        if of_others and not self._trainer.zero_stage:
+            raise SettingsError(
+                f"the checkpoint in {folder} is of another trainer.zero_stage, and 0 cannot continue it: set trainer.zero_stage to 1 or more"
             )
+        try:
+            loaded = pickles.loading(folder, lambda: self._load(folder, of_others=of_others))
         except WeightsError as error:
             raise SettingsError(f"{error}: put an intact copy in its place, or roll back to another version") from error
         except (RuntimeError, ValueError) as error:
@@ -340,10 +347,18 @@ class TrainingEngine:
                 f"the checkpoint in {folder} has the optimizer's states in other groups than this run: continue with the "
                 "version of Penstock that wrote it, and with its trainer.weight_decay (0 or not), or start a run from its weights"
             ) from error
-        if loaded is None:
+        if not loaded:
             raise RuntimeError(f"no DeepSpeed checkpoint in {folder}")
         set_options(self._engine.optimizer, self._trainer)
         _unmap(self._engine.optimizer)
+
+    def _load(self, folder: Path, *, of_others: bool) -> bool:
+        if of_others:
+            load_ranges(self._engine.optimizer, folder)
+            return True
+        strict = not self._frozen
+        loaded, _ = self._engine.load_checkpoint(str(folder), tag=_TAG, load_module_strict=strict)
+        return loaded is not None
 
     def _forget_states(self) -> None:
         """Free the optimizer's states, beside which the loaded ones would need as much memory again."""

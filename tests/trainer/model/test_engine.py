@@ -10,6 +10,7 @@ import subprocess
 import sys
 import warnings
 import weakref
+from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
 from typing import Any, get_args
@@ -27,6 +28,7 @@ from penstock.services.trainer.model.engine import TrainingEngine
 from penstock.services.trainer.model.layers import kernels
 from penstock.services.trainer.model.layers.logits import token_logprobs
 from penstock.services.trainer.model.policy import Policy
+from penstock.services.trainer.model.saving.ranges import RANGES
 from penstock.services.trainer.phases import Phases
 from penstock.shared.errors import SettingsError
 from penstock.shared.files import durable
@@ -37,7 +39,7 @@ from penstock.shared.settings.trainer import DEEPSPEED_ALLOWED
 from tests.conftest import need_module
 from tests.support import builders, tiny
 from tests.support.packed import rows
-from tests.support.tolerance import FORWARD, GRADIENT, MOVEMENT, ULPS, gap, moved_apart, smooth_adam
+from tests.support.tolerance import FORWARD, GRADIENT, MOVEMENT, RESUMED, ULPS, gap, moved_apart, smooth_adam
 from tests.trainer.algorithm import test_update
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -250,6 +252,67 @@ def test_a_loaded_checkpoint_can_be_deleted_and_its_space_is_free(tmp_path: Path
     second.step(2)
     others = second.weights()
     assert all(torch.equal(tensor, others[name]) for name, tensor in first.weights().items())
+
+
+@pytest.mark.parametrize("trainer", [{}, {"offload": "optimizer"}, {"weight_decay": 0.1}], ids=str)
+@pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 1), (2, 3), (1, 2)])
+def test_a_checkpoint_is_continued_at_another_zero_stage(
+    tmp_path: Path, before: int, after: int, trainer: dict[str, Any]
+) -> None:
+    with smooth_adam():
+        first, second = Stepper(settings(before, **trainer)), Stepper(settings(after, **trainer))
+        first.step(1)
+        first.step(2)
+        first.engine.save(tmp_path)()
+        second.engine.load(tmp_path, of_others=True)
+    start = second.weights()
+    assert all(torch.equal(tensor, start[name]) for name, tensor in first.weights().items())
+    first.step(3)
+    second.step(3)
+    assert moved_apart(second.weights(), first.weights(), start) < RESUMED
+
+
+def without_ranges(path: Path) -> None:
+    saved = torch.load(path, weights_only=True)
+    del saved[RANGES]
+    torch.save(saved, path)
+
+
+def without_half_of_a_range(path: Path) -> None:
+    saved = torch.load(path, weights_only=True)
+    name, start, numel, *rest = saved[RANGES][0]
+    saved[RANGES][0] = (name, start, numel // 2, *rest)
+    torch.save(saved, path)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "spoil", "sentence"),
+    [
+        ({"zero_stage": 0}, 1, None, r"\(trainer.zero_stage = 0 wrote it\): change them back, or start a new run"),
+        ({"zero_stage": 1}, 0, None, "0 cannot continue it: set trainer.zero_stage to 1 or more"),
+        ({"zero_stage": 1}, 3, without_ranges, "an older Penstock wrote it"),
+        ({"zero_stage": 1, "optimizer": "adamw_8bit"}, 3, None, 'it has no moments of trainer.optimizer = "adamw"'),
+        (
+            {"zero_stage": 1},
+            3,
+            without_half_of_a_range,
+            r"expected [\d,]+ numbers of .* found [\d,]+: put an intact copy",
+        ),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value))[:40],
+)
+def test_what_another_zero_stage_cannot_continue_is_refused_with_the_way_out(
+    tmp_path: Path, before: dict[str, Any], after: int, spoil: Callable[[Path], None] | None, sentence: str
+) -> None:
+    if "optimizer" in before:
+        need_module("bitsandbytes", "bitsandbytes")
+    first = Stepper(settings(**before))
+    first.step(1)
+    first.engine.save(tmp_path)()
+    if spoil is not None:
+        spoil(next(tmp_path.rglob("*optim_states.pt")))
+    with pytest.raises(SettingsError, match=sentence):
+        Stepper(settings(**{**before, "zero_stage": after})).engine.load(tmp_path, of_others=True)
 
 
 @pytest.fixture

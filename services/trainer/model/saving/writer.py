@@ -13,7 +13,7 @@ import copy
 import dataclasses
 import logging
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch import Tensor
 from penstock.services.trainer.checkpoint.local_store import digest
 from penstock.services.trainer.checkpoint.manifests import CheckpointFile
 from penstock.services.trainer.model.memory.storages import Storages, tensors_in
+from penstock.services.trainer.model.saving.ranges import Range, with_ranges
 from penstock.services.trainer.rank_group import meet_at_storage
 from penstock.shared.files import durable
 
@@ -52,9 +53,11 @@ class Writer:
         """Pinned memory of the host that is kept for the next checkpoint."""
         return self._host.kept_bytes
 
-    def begin(self, error: str = "", *, copies: bool = True) -> None:
-        """Forget the checkpoint before; with an ``error`` this one is not written. Without ``copies`` it is written at once."""
-        self._error, self._copies = error, copies
+    def begin(self, error: str = "", *, copies: bool = True, ranges: Sequence[Range] = ()) -> None:
+        """Forget the checkpoint before; with an ``error`` this one is not written. Without ``copies`` it is written at once.
+        ``ranges`` are those that the optimizer's file holds.
+        """
+        self._error, self._copies, self._ranges = error, copies, ranges
         self._files: dict[Path, CheckpointFile] = {}
         self._copied: list[tuple[Any, Path]] = []
 
@@ -67,6 +70,7 @@ class Writer:
         """Copy to the host's memory, or write at once."""
         if self._error:
             return
+        state_dict = with_ranges(state_dict, path, self._ranges)
         if self._copies:
             self._copied.append((self._host.copy(state_dict), Path(path)))
         else:
