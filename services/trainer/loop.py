@@ -275,7 +275,7 @@ class Trainer:
     ) -> None:
         """Write a checkpoint, in a thread of its own; it counts once every rank's files are durable."""
         try:
-            _give_way()
+            give_way()
             written = [write() for write in writes]
             every: list[Any] = [written]
             for group in meets:
@@ -289,7 +289,7 @@ class Trainer:
             self._failure = error
 
 
-def _give_way() -> None:
+def give_way() -> None:
     """Let training's threads have the processors before this one and those that it starts."""
     with contextlib.suppress(AttributeError, OSError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
