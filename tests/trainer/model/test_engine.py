@@ -24,7 +24,8 @@ from penstock.services.trainer.algorithm.update import Learner
 from penstock.services.trainer.batch.packing import PackedRow, assign_pieces, micro_batch, plan
 from penstock.services.trainer.checkpoint import pickles
 from penstock.services.trainer.model import optimizer
-from penstock.services.trainer.model.engine import TrainingEngine
+from penstock.services.trainer.model.critic import Critic
+from penstock.services.trainer.model.engine import TrainingEngine, saved_tensors
 from penstock.services.trainer.model.layers import kernels
 from penstock.services.trainer.model.layers.logits import token_logprobs
 from penstock.services.trainer.model.policy import Policy
@@ -270,6 +271,49 @@ def test_a_checkpoint_is_continued_at_another_zero_stage(
     first.step(3)
     second.step(3)
     assert moved_apart(second.weights(), first.weights(), start) < RESUMED
+
+
+def test_weights_that_are_offloaded_are_continued_by_range_too(tmp_path: Path) -> None:
+    with smooth_adam():
+        first, second = (Stepper(settings(3, offload=offload)) for offload in ("all", "all"))
+        first.step(1)
+        first.engine.save(tmp_path)()
+        second.engine.load(tmp_path, of_others=True)
+    start = second.weights()
+    assert all(torch.equal(tensor, start[name]) for name, tensor in first.weights().items())
+    first.step(2)
+    second.step(2)
+    assert moved_apart(second.weights(), first.weights(), start) < RESUMED
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+@pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 1)])
+def test_a_critic_is_continued_at_another_zero_stage(tmp_path: Path, before: int, after: int) -> None:
+    def critic(zero_stage: int) -> TrainingEngine:
+        trunk = tiny.model(0).requires_grad_(True).get_decoder()
+        return TrainingEngine(Critic(trunk, 32).train(), settings(zero_stage), "cpu")
+
+    def step_of(engine: TrainingEngine) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            engine.backward((engine.forward(micro_batch(rows(0))) - 1.0).square().mean(), last=True)
+            engine.step(1e-3)
+
+    def saved(engine: TrainingEngine) -> dict[str, torch.Tensor]:
+        folder = tmp_path / f"{id(engine)}"
+        engine.save(folder)()
+        tensors = saved_tensors(folder, engine._trainer.zero_stage)
+        return {name: tensor.clone() for name, tensor in tensors.items()}  # which map the files
+
+    with smooth_adam():
+        first, second = critic(before), critic(after)
+        step_of(first)
+        start = saved(first)
+        second.load(tmp_path / f"{id(first)}", of_others=True)
+    assert all(torch.equal(tensor, start[name]) for name, tensor in saved(second).items())
+    step_of(first)
+    step_of(second)
+    assert moved_apart(saved(second), saved(first), start) < RESUMED
 
 
 def without_ranges(path: Path) -> None:

@@ -150,7 +150,8 @@ def _pinned(nbytes: int) -> Tensor:
     """Return pinned memory of that many bytes: torch's own allocator rounds up to powers of two."""
     buffer = torch.empty(nbytes, dtype=torch.uint8)
     if nbytes:
-        torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), nbytes, 0))
+        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        torch.cuda.check_error(runtime.cudaHostRegister(buffer.data_ptr(), nbytes, 0))
     return buffer
 
 
