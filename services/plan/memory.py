@@ -164,6 +164,14 @@ def state_bytes(work: Workload, options: TrainerOptions) -> float:
     return total(_optimizer(work.trained, work, options))
 
 
+def checkpoint_copy_bytes(work: Workload, options: TrainerOptions, ranks: int) -> float:
+    """Return the most of a host's memory that the copy of a checkpoint takes; ``ranks`` on that host."""
+    trained = [work.trained, *([work.critic.weights] if work.critic else [])]
+    kept = dataclasses.replace(options, offload="none")
+    states = sum(ranks * total(_optimizer(weights, work, kept)) for weights in trained)
+    return states + (0.0 if options.zero_stage == 3 else sum(trained) * work.weight_bytes)
+
+
 def _critic_bytes(critic: Shape, work: Workload, options: TrainerOptions) -> float:
     weights = critic.weights * work.weight_bytes / options.shards(3)
     return weights + total(_optimizer(critic.weights, work, options))

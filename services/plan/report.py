@@ -9,7 +9,7 @@ import tomli_w
 
 from penstock.services.plan.hardware import GIB, Cluster
 from penstock.services.plan.layouts import Candidate, GpuLayout, MemoryShortage, Planner
-from penstock.services.plan.memory import Table, peak, total
+from penstock.services.plan.memory import Table, checkpoint_copy_bytes, peak, total
 from penstock.services.plan.workload import Workload
 from penstock.shared.errors import SettingsError
 from penstock.shared.files.durable import write_whole
@@ -118,8 +118,14 @@ def _candidate(plan: Plan, number: int, candidate: Candidate) -> list[str]:
         f"   {step_s:,.1f} s a step, {work.samples / step_s:,.1f} samples/s, {hours:,.0f} GPU-hours for {work.steps} steps; "
         f"{_bound(candidate)}",
         f"   weights, {way}: live after {transfer_s:,.1f} s, {transfer_s / step_s:.0%} of a step",
+        f"   a checkpoint's copy takes {_copy_bytes(plan, candidate) / GIB:.1f} GiB of a host's memory",
         *(f"   {side}, {_phase(phase, table)}" for side, table in candidate.memory.items() for phase in table),
     ]
+
+
+def _copy_bytes(plan: Plan, candidate: Candidate) -> float:
+    trainer = candidate.layout.trainer
+    return checkpoint_copy_bytes(plan.planner.work, trainer, min(trainer.ranks, plan.planner.cluster.per_node))
 
 
 def _reservation(plan: Plan, candidate: Candidate) -> str:
@@ -168,6 +174,7 @@ def _entry(plan: Plan, candidate: Candidate) -> dict[str, Any]:
         "samples_per_s": plan.planner.work.samples / candidate.pace.step_s,
         **dataclasses.asdict(candidate.pace),
         "memory_bytes": memory,
+        "checkpoint_copy_bytes": _copy_bytes(plan, candidate),
         "peak_bytes": {side: peak(table) for side, table in candidate.memory.items()},
         "rates": dataclasses.asdict(candidate.rates),
     }

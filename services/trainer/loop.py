@@ -7,28 +7,37 @@
         measured = learner.learn(batch)                        # see ``algorithm/update``
         weights = artifacts.publish(version)                   # replicas can get them; the driver commits
     FREE: memory goes to the host, and comes back before the next command that needs it
-    CHECKPOINT: save → complete        LOAD, REPLAY: back to the ledger's step
+    CHECKPOINT: copy; a thread writes it beside the next steps, meets those of other ranks, and completes it
+    LOAD, REPLAY: back to the ledger's step
     mailbox.send(result)
 
 It uses no bus.
 """
 
 import collections
+import contextlib
 import dataclasses
+import functools
 import logging
+import os
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 
 from penstock.services.trainer.algorithm.estimates import Reference
 from penstock.services.trainer.algorithm.step_totals import NotFinite
 from penstock.services.trainer.algorithm.update import Learner
 from penstock.services.trainer.checkpoint import local_store
+from penstock.services.trainer.checkpoint.manifests import CheckpointState
 from penstock.services.trainer.model.engine import TrainingEngine
 from penstock.services.trainer.model.held_tensors import components
 from penstock.services.trainer.model.memory.residency import Residency
 from penstock.services.trainer.model.memory.storages import Storages
+from penstock.services.trainer.model.saving.writer import Written
 from penstock.services.trainer.phases import Phases
 from penstock.services.trainer.rank0.artifacts import Artifacts
 from penstock.services.trainer.rank0.mailbox.commands import Command, CommandKind, decode_all, share
@@ -38,18 +47,20 @@ from penstock.services.trainer.rank0.mailbox.results import (
     Published,
     Replayed,
     Result,
-    Saved,
     StepMade,
     StepSkipped,
     StopRequested,
 )
 from penstock.services.trainer.rank0.probe import Prober
+from penstock.services.trainer.rank_group import writers_group
 from penstock.shared.bus.messages import Experience, PolicyVersion, StepPlan
 from penstock.shared.errors import SettingsError
 from penstock.shared.settings import Settings
 
 log = logging.getLogger(__name__)
 
+_NICE = 10
+"""Of the threads that write checkpoints."""
 _WITHOUT_MODEL = (CommandKind.IDLE, CommandKind.WAIT, CommandKind.STOP, CommandKind.FREE)
 
 
@@ -79,6 +90,8 @@ class Trainer:
         if isinstance(reference, nn.Module):
             self._residencies.append(Residency(reference, engine.device))
         self._rung, self._is_away = 0, False
+        self._failure: BaseException | None = None
+        """Of the thread that writes a checkpoint."""
         self.step = 0
 
     def run(self) -> bool:
@@ -88,6 +101,8 @@ class Trainer:
                 command = share(self._mailbox.receive())
             if command.kind in (CommandKind.STOP, CommandKind.FINISH):
                 return command.kind is CommandKind.FINISH
+            if self._failure is not None:
+                raise self._failure
             result = self.execute(command)
             if self._engine.on_any_rank(self._stop_requested()):
                 self._mailbox.send(StopRequested())
@@ -176,6 +191,10 @@ class Trainer:
         memory, samples = self._phases.take_memory(), self._engine.gathered(self._phases.take_samples())
         return StepMade(published, measured, plan, self._phases.take(), memory, samples)
 
+    def _parts(self) -> dict[str, TrainingEngine]:
+        """Return the engines, by their folders in checkpoints."""
+        return {"engine": self._engine} if self._critic is None else {"engine": self._engine, "critic": self._critic}
+
     def _components(self) -> dict[str, float]:
         return components(self._engine, self._critic, self._frozen, self._artifacts.snapshots)
 
@@ -205,16 +224,17 @@ class Trainer:
     def _load(self, folder: Path) -> None:
         checkpoint = local_store.read(folder)
         assert checkpoint is not None
-        local_store.check_ranks(checkpoint, self._engine.ranks, self._settings.trainer.zero_stage)
         local_store.check_base(checkpoint, self._settings.policy)
-        self._engine.load(folder / "engine")
+        zero_stage, ranks = self._settings.trainer.zero_stage, self._engine.ranks
+        of_others = checkpoint.state.zero_stage != zero_stage or (zero_stage > 0 and checkpoint.state.ranks != ranks)
+        self._engine.load(folder / "engine", of_others=of_others)
         self._prober.prepare((), replays=True)
         if self._critic is not None:
             if not (folder / "critic").is_dir():
                 raise SettingsError(
                     f"the checkpoint {folder} has no critic: set algorithm.advantage as at the start of the run"
                 )
-            self._critic.load(folder / "critic")
+            self._critic.load(folder / "critic", of_others=of_others)
         self.step = 0 if folder.name == local_store.START else checkpoint.state.step
         log.info("checkpoint loaded", extra={"folder": str(folder), "step": self.step})
 
@@ -231,24 +251,48 @@ class Trainer:
         if known is not None and made.settings != known.settings:
             return Replayed(
                 f"step {self.step} was replayed with other settings than it was made with ([algorithm], or of [trainer] "
-                "those of optimizer and learning rate), so its weights are published again as a new version"
+                "those of optimizer, learning rate and ZeRO stage), so its weights are published again as a new version"
             )
         return Replayed(
             f"step {self.step} was replayed in other forward passes than it was made in ({_words(made)}; in the journal: "
             f"{'not known' if known is None else _words(known)}), so its weights are published again as a new version"
         )
 
-    def _checkpoint(self, command: Command) -> Saved:
+    def _checkpoint(self, command: Command) -> Result:
         with self._phases.measure("checkpoint"):
             folder = local_store.beside(self._root, self.step)
-            error = self._engine.save(folder / "engine")
-            files = self._engine.written()
-            if self._critic is not None:
-                error = self._critic.save(folder / "critic") or error
-                files = {**files, **self._critic.written()}
-            refused = self._engine.on_any_rank(bool(error))
-            refusal = (error or "another rank could not write its part") if refused else ""
-            return self._artifacts.complete(command.state, files, refusal)
+            writes = [part.save(folder / name) for name, part in self._parts().items()]
+        meets = [writers_group()] if self._engine.ranks > 1 else []
+        work = functools.partial(self._write, command.state, writes, meets)
+        threading.Thread(target=work, name="checkpoint", daemon=True).start()
+        return Result()
+
+    def _write(
+        self,
+        state: CheckpointState | None,
+        writes: Sequence[Callable[[], Written]],
+        meets: Sequence[dist.ProcessGroup],
+    ) -> None:
+        """Write a checkpoint, in a thread of its own; it counts once every rank's files are durable."""
+        try:
+            give_way()
+            written = [write() for write in writes]
+            every: list[Any] = [written]
+            for group in meets:
+                every = [None] * self._engine.ranks
+                dist.all_gather_object(every, written, group=group)
+            of_ranks: list[Written] = [part for parts in every for part in parts]
+            files = {path: file for part in of_ranks for path, file in part.files.items()}
+            refusal = next((part.error for part in of_ranks if part.error), "")
+            self._mailbox.send_saved(self._artifacts.complete(state, files, refusal))
+        except BaseException as error:  # noqa: BLE001 (the outermost edge of this thread; the training thread raises it)
+            self._failure = error
+
+
+def give_way() -> None:
+    """Let training's threads have the processors before this one and those that it starts."""
+    with contextlib.suppress(AttributeError, OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 
 
 def _words(plan: StepPlan) -> str:

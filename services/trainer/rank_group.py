@@ -65,8 +65,13 @@ def spans_hosts() -> bool:
     return os.environ.get("LOCAL_WORLD_SIZE", ranks) != ranks
 
 
+def writers_group() -> dist.ProcessGroup:
+    """Return the group of the ranks' threads that write checkpoints; collective when first called."""
+    return _group(dist.group.WORLD, _LONG, "writers")
+
+
 @functools.cache
-def _group(_world: dist.ProcessGroup | None, patience: timedelta) -> dist.ProcessGroup:
+def _group(_world: dist.ProcessGroup | None, patience: timedelta, _members: str = "ranks") -> dist.ProcessGroup:
     group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=patience)
     return group
 

@@ -525,8 +525,8 @@ def test_a_wrong_value_is_told_with_where_it_comes_from(
     ("flag", "sentence"),
     [
         (
-            "--trainer.ranks=2",
-            "expected trainer.ranks = 1, with which the run was started, found 2 (flag --trainer.ranks)",
+            "--trainer.optimizer=adamw_8bit",
+            "expected trainer.optimizer = 'adamw', with which the run was started, found 'adamw_8bit' (flag --trainer.optimizer)",
         ),
         ("--policy.lora.rank=8", "expected policy.lora = {}, with which the run was started, found {'rank': 8}"),
         (

@@ -28,6 +28,8 @@ MOVEMENT = 1e-4
 """With :func:`smooth_adam`, relative to the movement of the weights; 2e-6 is common, a learning rate 1 % off gives
 1e-2.
 """
+RESUMED = 1e-5
+"""As MOVEMENT, of a step or two by other ranks or another ZeRO stage, from the same weights and moments."""
 ADAM_MOVEMENT = 1e-2
 """With Adam, relative to the movement of a million weights; 1e-5 is common, so 100 may have cancelling gradients and
 move anywhere. A learning rate 1 % off gives as much, a step without one of its groups more than 0.1.

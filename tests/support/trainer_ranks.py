@@ -5,6 +5,7 @@ Rank 0 writes the results.
 import dataclasses
 import errno
 import json
+import queue
 import sys
 import time
 import warnings
@@ -36,6 +37,7 @@ from penstock.services.trainer.rank0.publication import Publication
 from penstock.services.trainer.rank_group import start_ranks
 from penstock.shared.bus.messages import Experience, PolicyVersion, StepPlan
 from penstock.shared.files import durable
+from penstock.shared.process import memory_timeline
 from penstock.shared.settings import Settings
 from tests.support import teaching, tiny, tiny_hybrids, tolerance
 from tests.support.packed import rows
@@ -76,6 +78,14 @@ HYBRID: dict[str, Any] = {
     "trainer": {"deepspeed": {"zero_optimization": {"stage3_param_persistence_threshold": 0}}},
 }
 CAP = 24
+RELAID: dict[str, tuple[int, int, dict[str, Any]]] = {
+    "1 to 3": (1, 3, {}),
+    "3 to 1": (3, 1, {}),
+    "2 to 2": (2, 2, {"trainer": {"weight_decay": 0.1}}),
+    "3 to 3": (3, 3, {"trainer": {"offload": "optimizer"}}),
+    "lora": (2, 3, {"lora": LORA}),
+}
+"""ZeRO stages of one rank and of two, which continue each other's checkpoints."""
 Batch = Callable[..., list[Experience]]
 
 
@@ -175,10 +185,21 @@ def resumed(of: Settings, folder: Path) -> dict[str, Any]:
     """A third step, by the original engine and by one resumed from its checkpoint."""
     before, after = Rank(of), Rank(of)
     before.learn(1)
-    before.engine.save(folder)
+    before.engine.save(folder)()
     dist.barrier()
     after.engine.load(folder)
     return {"one": [before.learn(2), before.weights()], "other": [after.learn(2), after.weights()]}
+
+
+def relaid(of: Settings, folder: Path) -> dict[str, Any]:
+    """Weights read from what one rank wrote, those of a step made from them, and what was written after it."""
+    rank = Rank(of)
+    rank.engine.load(folder / "one", of_others=True)
+    loaded = rank.weights()
+    rank.learn(2)
+    assert not rank.engine.save(folder / "two")().error
+    dist.barrier()
+    return {"loaded": loaded, "weights": rank.weights()}
 
 
 def without_memory(of: Settings, most_tokens: int, batch: Batch = test_update.batch) -> dict[str, Any]:
@@ -205,14 +226,14 @@ def crowded(of: Settings, folder: Path) -> dict[str, Any]:
     """Errors of checkpoints where a rank's part has room and those of both have not, and where they have."""
     rank = Rank(of)
     rank.learn(1)
-    assert rank.engine.save(folder / "first") == ""
+    assert rank.engine.save(folder / "first")().error == ""
     dist.barrier()
     files = sorted((folder / "first").rglob("*optim_states.pt"))
     largest = max(file.stat().st_size for file in files)
     errors = []
     for free_bytes in (1.5 * largest, 3 * largest):
         with mock.patch.object(durable, "free_bytes", lambda _, free=free_bytes: durable.LEAST_BYTES + int(free)):
-            errors.append(rank.engine.save(folder / "second"))
+            errors.append(rank.engine.save(folder / "second")().error)
         dist.barrier()
         errors.append(str(len(list((folder / "second").rglob("*.pt")))))
         dist.barrier()
@@ -248,9 +269,10 @@ def on_slow_disk(of: Settings, folder: Path) -> dict[str, Any]:
         rank.learn(1)
         with (
             mock.patch.object(torch, "save", late),
+            mock.patch.object(memory_timeline, "host_bytes", return_value=(0.0, 0.0)),  # so that it is written at once
             mock.patch("deepspeed.runtime.engine.dist.barrier", watched(barrier)),
         ):
-            error = rank.engine.save(folder)
+            error = rank.engine.save(folder)().error
     return {"error": error, "there": there[1:]}
 
 
@@ -283,12 +305,23 @@ def train_command(groups: tuple[Experience, ...], version: int) -> Command:
     return Command(CommandKind.TRAIN, groups=groups, lags=lags, learning_rate=1e-3, version=PolicyVersion(version))
 
 
+class Written(NoMailbox):
+    """Has what became of checkpoints, on every rank."""
+
+    def __init__(self) -> None:
+        self.saved: queue.SimpleQueue[Saved] = queue.SimpleQueue()
+
+    def send_saved(self, saved: Saved) -> None:
+        self.saved.put(saved)
+
+
 def full_folder(of: Settings) -> dict[str, Any]:
     """Three steps with checkpoints; rank 1 cannot write its part of the second."""
     writes = dist.get_rank() == 0
     publication = Publication(of, "127.0.0.1", lambda: b"")
     artifacts = Rank0Artifacts(of, publication) if writes else Artifacts(of, publication)
-    trainer, data, said = Trainer(Rank(of).engine, of, NoMailbox(), artifacts), tuple(test_update.batch()), []
+    mailbox, data, said = Written(), tuple(test_update.batch()), []
+    trainer = Trainer(Rank(of).engine, of, mailbox, artifacts)
     for step in (1, 2, 3):
         write = _refuse if (step, dist.get_rank()) == (2, 1) else torch.save
         state = CheckpointState(step, PolicyVersion(step), 0, "", 2, 3, "00") if writes else None
@@ -297,8 +330,9 @@ def full_folder(of: Settings) -> dict[str, Any]:
             Command(CommandKind.CHECKPOINT, state=state),
         ]
         with mock.patch.object(torch, "save", write):
-            made, saved = [trainer.execute(command) for command in commands]
-        said.append((type(made).__name__, isinstance(saved, Saved) and saved.checkpoint is not None))
+            made, _ = [trainer.execute(command) for command in commands]
+            saved = mailbox.saved.get()
+        said.append((type(made).__name__, saved.checkpoint is not None))
     root = of.run_folder / "checkpoints"
     dist.barrier()
     whole = [actual.state.step for actual in local_store.find(root)]
@@ -334,6 +368,8 @@ def _found(folder: Path) -> dict[str, Any]:
     for stage in (2, 3):
         with_kl = settings(stage, 2, lora=LORA, algorithm={"kl": KL})
         actual[f"lora-{stage}"] = two_steps(with_kl)
+    for name, (_, stage, tables) in RELAID.items():
+        actual[f"relaid {name}"] = relaid(settings(stage, 2, **tables), folder / name)
     actual["lora-resumed"] = resumed(with_kl, folder / "lora")
     with mock.patch.multiple(
         spans, FORK_TOKENS=1, CHUNK_TOKENS=1, _SLACK_TOKENS=0

@@ -14,8 +14,6 @@ from penstock.services.trainer.algorithm.step_totals import NotFinite
 from penstock.services.trainer.batch import oom_split
 from penstock.services.trainer.batch import token_data as known
 from penstock.services.trainer.batch.packing import PackedRow, micro_batch
-from penstock.services.trainer.checkpoint import local_store
-from penstock.services.trainer.checkpoint.manifests import CheckpointState
 from penstock.services.trainer.loop import Trainer
 from penstock.services.trainer.model.policy import Policy
 from penstock.services.trainer.rank0.artifacts import Rank0Artifacts
@@ -25,7 +23,6 @@ from penstock.services.trainer.rank0.mailbox.results import Replayed, Result, St
 from penstock.services.trainer.rank0.publication import Publication
 from penstock.shared.bus.encoding import wire
 from penstock.shared.bus.messages import Experience, PolicyVersion, StepPlan
-from penstock.shared.errors import SettingsError
 from penstock.shared.settings import LoraSettings, Settings
 from tests.support.tolerance import FORWARD, GRADIENT
 from tests.trainer.algorithm.test_update import Rank, batch, settings, timeless
@@ -320,18 +317,3 @@ def test_a_version_is_offered_again_after_a_batch_or_a_trial_that_makes_no_step(
     assert offered() == before
     assert isinstance(shared.execute(dataclasses.replace(away, version=PolicyVersion(2))), StepMade)
     assert offered() != before
-
-
-@pytest.mark.parametrize(("ranks", "zero_stage"), [(2, 0), (1, 1)])
-def test_a_checkpoint_of_other_ranks_or_another_stage_is_refused_with_the_way_out(
-    tmp_path: Path, ranks: int, zero_stage: int
-) -> None:
-    figures = trainer(tmp_path)
-    trained(figures)
-    figures.execute(Command(CommandKind.CHECKPOINT, state=CheckpointState(1, PolicyVersion(1), 0, "", 1, 0, "00")))
-    (written,) = local_store.find(tmp_path / "faults" / "checkpoints")
-    local_store.check_ranks(written, 1, 0)
-    with pytest.raises(
-        SettingsError, match=rf"with 1 ranks .* found {ranks} and {zero_stage}: .*`penstock export --version 1`"
-    ):
-        local_store.check_ranks(written, ranks, zero_stage)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.support import forge, tiny, tiny_hybrids, trainer_ranks
-from tests.support.tolerance import FORWARD, GRADIENT, MOVEMENT, moved_apart, smooth_adam
+from tests.support.tolerance import FORWARD, GRADIENT, MOVEMENT, RESUMED, moved_apart, smooth_adam
 from tests.trainer.algorithm import test_tree_steps, test_update
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200), pytest.mark.usefixtures("one_rank")]
@@ -20,6 +20,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200), pytest.mark.usefixtur
 def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("ranks")
     output = folder / "output.txt"
+    for name in trainer_ranks.RELAID:
+        uninterrupted(name).engine.save(folder / name / "one")()
     with output.open("w") as file:
         words = [2, "tests.support.trainer_ranks", folder]
         launcher = forge.start("tests.support.launched_ranks", words, file, OMP_NUM_THREADS="1")
@@ -28,7 +30,35 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     finally:
         launcher.kill()
     results: dict[str, Any] = torch.load(folder / "found.pt", weights_only=True)
-    return results
+    return {**results, "folder": folder}
+
+
+def uninterrupted(name: str) -> trainer_ranks.Rank:
+    """Return the one rank of a scene of ``RELAID`` after its first step."""
+    stage, _, tables = trainer_ranks.RELAID[name]
+    with warnings.catch_warnings(), smooth_adam():
+        warnings.simplefilter("ignore")
+        rank = trainer_ranks.Rank(trainer_ranks.settings(stage, 1, **tables))
+        rank.learn(1)
+    return rank
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("name", trainer_ranks.RELAID)
+def test_a_checkpoint_is_continued_by_other_ranks_and_other_zero_stages_and_back(
+    two: dict[str, Any], name: str
+) -> None:
+    rank, again, theirs = uninterrupted(name), uninterrupted(name), two[f"relaid {name}"]
+    start = rank.weights()
+    assert all(torch.equal(tensor, theirs["loaded"][key]) for key, tensor in start.items())
+    rank.learn(2)
+    assert moved_apart(theirs["weights"], rank.weights(), start) < RESUMED
+    with smooth_adam():
+        again.engine.load(two["folder"] / name / "two", of_others=True)
+    assert all(torch.equal(tensor, theirs["weights"][key]) for key, tensor in again.weights().items())
+    for each in (rank, again):
+        each.learn(3)
+    assert moved_apart(again.weights(), rank.weights(), start) < RESUMED
 
 
 @functools.cache

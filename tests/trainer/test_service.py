@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from penstock.services.trainer.checkpoint import local_store
 from penstock.shared.bus import streams
 from penstock.shared.bus.bus import Bus
 from penstock.shared.bus.encoding import wire
@@ -225,6 +226,90 @@ async def test_a_trainer_killed_after_a_commit_comes_back_at_its_step_with_the_s
     assert weights.keys() == expected.keys()
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
     assert (tmp_path / "runs" / f"killed-{ranks}-{zero_stage}" / "policy" / "config.json").exists()
+
+
+@pytest.mark.slow
+async def test_a_run_is_continued_by_other_ranks_at_other_zero_stages_and_what_they_replay_is_published_again(
+    tmp_path: Path, server: Server
+) -> None:
+    undisturbed = asyncio.create_task(_after(Run(tmp_path, server, "as-one", ranks=2), STEPS))
+
+    def relaid(ranks: int, zero_stage: int) -> Run:
+        return Run(tmp_path, server, "relaid", ranks=ranks, zero_stage=zero_stage)
+
+    run = relaid(2, 1)
+    async with bus_of(run) as (bus, ledger):
+        await feed(bus, 0, 2 * GROUPS)
+        async with run.trainer() as process:
+            await run.reaches(ledger, 2, process)
+            await run.stops(process)
+        run = relaid(1, 3)
+        await feed(bus, 2 * GROUPS, GROUPS)
+        async with run.trainer() as process:
+            await run.reaches(ledger, 3, process)  # no checkpoint is due
+            process.kill()
+            await asyncio.to_thread(process.wait, PATIENCE_S)
+        assert await versions(ledger) == [(0, None, 0), (1, 0, 1), (2, 1, 2), (3, 2, 3)]
+        run = relaid(2, 2)
+        await feed(bus, 3 * GROUPS, 2 * GROUPS)
+        async with run.trainer() as process:
+            await run.reaches(ledger, STEPS, process)
+            await run.stops(process)
+        assert (await versions(ledger))[4:] == [(4, 3, 3), (5, 4, 4), (6, 5, 5)]
+        assert await bus.counts() == {"trained": STEPS * GROUPS}
+        weights = await run.weights(ledger)
+    assert moved_apart(weights, await undisturbed, initial_weights()) < ADAM_MOVEMENT
+
+
+@contextlib.contextmanager
+def endless(file: Path) -> Iterator[None]:
+    """Have a file whose writer does not come to its end: a pipe that nobody empties."""
+    file.parent.mkdir(parents=True)
+    os.mkfifo(file)
+    descriptor = os.open(file, os.O_RDWR)
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "zero_stage"), [(1, 0), (2, 3)])
+async def test_a_trainer_killed_while_it_writes_a_checkpoint_comes_back_from_the_one_before_and_the_journal(
+    tmp_path: Path, server: Server, ranks: int, zero_stage: int
+) -> None:
+    every = {"ranks": ranks, "zero_stage": zero_stage, "checkpoint_every_steps": 1}
+    whole = Run(tmp_path, server, f"written-{ranks}", **every)
+    undisturbed = asyncio.create_task(_after(whole, STEPS))
+    killed = Run(tmp_path, server, f"writing-{ranks}", **every)
+    root = tmp_path / "runs" / killed.run_id / "checkpoints"
+    name = "mp_rank_00_model_states.pt" if ranks == 1 else "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    async with bus_of(killed) as (bus, ledger):
+
+        async def counts(*steps: int) -> bool:
+            return [version for version in steps if version not in await ledger.checkpoints()] == []
+
+        async with killed.trainer() as process:
+            await feed(bus, 0, GROUPS)
+            await until(lambda: counts(1))
+            with endless(local_store.beside(root, 2) / "engine" / "engine" / name):
+                await feed(bus, GROUPS, 2 * GROUPS)
+                await killed.reaches(ledger, 3, process)  # beside the write of step 2
+                assert sorted(await ledger.checkpoints()) == [1]
+                assert {entry.step for entry in await ledger.journal("")} == {2, 3}
+                os.kill(_last_rank(process.pid, ranks), signal.SIGKILL)
+                await asyncio.to_thread(process.wait, PATIENCE_S)
+        assert [checkpoint.state.step for checkpoint in local_store.find(root)] == [1]
+        async with killed.trainer() as process:
+            await feed(bus, 3 * GROUPS, 2 * GROUPS)
+            await killed.reaches(ledger, STEPS, process)
+            await until(lambda: counts(4, 5))
+            await killed.stops(process)
+        assert await versions(ledger) == [(0, None, 0), (1, 0, 1), (2, 1, 2), (3, 2, 3), (4, 3, 4), (5, 4, 5)]
+        assert await bus.counts() == {"trained": STEPS * GROUPS}
+        weights = await killed.weights(ledger)
+    expected = await undisturbed
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@
                         (written last)
 
 A folder without ``state.json`` is no checkpoint. :func:`damage` verifies digests, signature and pickles before loading.
-Ranks and ZeRO stage must not change.
+Other ranks, or those of another ZeRO stage, read it by ranges (``model/saving/ranges``).
 """
 
 import concurrent.futures
@@ -203,16 +203,6 @@ def set_aside(folder: Path) -> Path:
     aside = folder.with_name(f"{DAMAGED}{folder.name}")
     shutil.rmtree(aside, ignore_errors=True)
     return folder.rename(aside)
-
-
-def check_ranks(checkpoint: Checkpoint, ranks: int, zero_stage: int) -> None:
-    state = checkpoint.state
-    if (state.ranks, state.zero_stage) != (ranks, zero_stage):
-        raise SettingsError(
-            f"expected to resume {checkpoint.folder} with {state.ranks} ranks (trainer.ranks × trainer.nodes) and trainer.zero_stage = "
-            f"{state.zero_stage}, which wrote it, found {ranks} and {zero_stage}: change them back, or start a new run from "
-            f"what `penstock export --version {state.version}` writes"
-        )
 
 
 def base_of(policy: PolicySettings) -> str:

@@ -11,7 +11,7 @@ import math
 import os
 import socket
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,8 +20,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from penstock.services.trainer.checkpoint import pickles
-from penstock.services.trainer.checkpoint.local_store import digest
-from penstock.services.trainer.checkpoint.manifests import CheckpointFile
 from penstock.services.trainer.model import adapter
 from penstock.services.trainer.model.memory import layerwise, recomputation, whole_layers
 from penstock.services.trainer.model.memory.recomputation import Kept, Recomputation
@@ -29,12 +27,17 @@ from penstock.services.trainer.model.memory.residency import Residency
 from penstock.services.trainer.model.memory.storages import Storages, tensors_in
 from penstock.services.trainer.model.named_tensors import Published, published, unique
 from penstock.services.trainer.model.optimizer import adamw, check_sizes, set_options
+from penstock.services.trainer.model.saving.ranges import load_ranges, ranges_of
+from penstock.services.trainer.model.saving.writer import Writer, Written
 from penstock.services.trainer.rank_group import host_group, meet_at_storage
 from penstock.shared.errors import SettingsError, WeightsError
 from penstock.shared.files import durable
 from penstock.shared.model.flops import ModelSizes
+from penstock.shared.process import memory_timeline
 from penstock.shared.process.importing import importing, uncompiled
 from penstock.shared.settings import Settings
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -44,6 +47,8 @@ _OTHER_GROUPS = ("parameter-alignment layout", "parameter group")
 _READ_FROM_OUTSIDE = frozenset({"dt_proj"})
 _GATHER_BYTES = 256 << 20
 """Bytes of weights gathered at a time at ZeRO stage 3."""
+_ASIDE_BYTES = 1 << 30
+"""Of the host's memory, which stay free beside the copy of a checkpoint."""
 
 
 def numbered(device: str) -> torch.device:
@@ -107,7 +112,7 @@ class TrainingEngine:
             _check_the_norm_alone(engine.optimizer)
         self._plain_optimizer = settings.trainer.zero_stage == 0 and settings.policy.dtype == "float32"
         self._frozen = not all(parameter.requires_grad for parameter in self.policy.parameters())
-        self._writer = _Writer(engine.checkpoint_engine)
+        self._writer = Writer(engine.checkpoint_engine, self.device)
         if self._sharded:
             _meet_before_gathering(engine.optimizer)
         automatic = settings.trainer.gradient_checkpointing == "auto"
@@ -278,30 +283,38 @@ class TrainingEngine:
         )
         return gathered
 
-    def save(self, folder: Path) -> str:
-        """Write model and optimizer state; return this rank's storage error, or "". Collective."""
+    def save(self, folder: Path) -> Callable[[], Written]:
+        """Copy model and optimizer state to the host's memory; collective. Return what writes it, for any thread.
+
+        If the host has no memory for it, it is written here.
+        """
         self.residency.follow()
-        self._writer.begin(self._lack_of_room(folder))
+        error, copies = self._check_room(folder)
+        ranges = ranges_of(self._engine.optimizer) if self._trainer.zero_stage else ()
+        self._writer.begin(error, copies=copies, ranges=ranges)
         self._engine.save_checkpoint(str(folder), tag=_TAG, save_latest=False, exclude_frozen_parameters=self._frozen)
-        return self._writer.error
+        return self._writer.write
 
-    def _lack_of_room(self, folder: Path) -> str:
-        """Return why the ranks that write to this rank's disk, at the same time, cannot, or ""; collective."""
-        if self.ranks == 1:
-            return ""
-        there = durable.existing(folder)
-        disk, free_bytes = f"{socket.gethostname()} {there.stat().st_dev}", durable.free_bytes(there)
-        own_bytes = self.residency.memory()["optimizer"]
+    def _check_room(self, folder: Path) -> tuple[str, bool]:
+        """Return why the ranks that write to this rank's disk, at the same time, cannot, or "", and whether its host has memory for
+        the copies of all its ranks; collective.
+        """
+        there, host = durable.existing(folder), socket.gethostname()
+        disk, free_bytes = f"{host} {there.stat().st_dev}", durable.free_bytes(there)
+        storages, optimizer = Storages(), self._engine.optimizer
+        masters = getattr(optimizer, "fp32_partitioned_groups_flat", [])  # at stage 3
+        own_bytes = storages.add(tensors_in([_states(optimizer), optimizer.param_groups, masters]))
         if not dist.get_rank() and not self._sharded:  # at stage 3 the optimizer has the weights
-            own_bytes += sum(part.nbytes for part in self.policy.parameters() if part.requires_grad)
-        needed = sum(nbytes for of, nbytes in self.gathered((disk, own_bytes)) if of == disk)
-        if needed <= free_bytes - durable.LEAST_BYTES:
-            return ""
-        return f"{folder} needs {round(needed):,} bytes of all ranks, and {free_bytes:,} are free"
-
-    def written(self) -> dict[Path, CheckpointFile]:
-        """Return the digests of all ranks' files written by :meth:`save`; collective."""
-        return {path: file for files in self.gathered(self._writer.files) for path, file in files.items()}
+            own_bytes += storages.add(part for part in self.policy.parameters() if part.requires_grad)
+        of_ranks = self.gathered((host, disk, own_bytes, own_bytes - self._writer.kept_bytes))
+        copied = sum(max(0, nbytes) for of, _, _, nbytes in of_ranks if of == host)
+        copies = copied <= memory_timeline.host_bytes()[1] - _ASIDE_BYTES
+        if not copies:
+            log.warning("training waits for its checkpoint", extra={"reason": _no_memory(copied)})
+        needed = sum(nbytes for _, of, nbytes, _ in of_ranks if of == disk)
+        if self.ranks == 1 or needed <= free_bytes - durable.LEAST_BYTES:
+            return "", copies
+        return f"{folder} needs {needed:,} bytes of all ranks, and {free_bytes:,} are free", copies
 
     def gathered(self, value: T) -> list[T]:
         """Return every rank's ``value``; collective."""
@@ -311,15 +324,20 @@ class TrainingEngine:
         dist.all_gather_object(values, value, group=host_group())
         return values
 
-    def load(self, folder: Path) -> None:
-        """Read what :meth:`save` wrote; collective. SettingsError if a file holds code."""
+    def load(self, folder: Path, *, of_others: bool = False) -> None:
+        """Read what :meth:`save` wrote, perhaps ``of_others``: other ranks, or those of another ZeRO stage; collective.
+
+        Raises:
+            SettingsError: a file holds code, or it cannot be read by these ranks.
+        """
         self.residency.follow()
         self._forget_states()
-        strict = not self._frozen
-        try:
-            loaded, _ = pickles.loading(
-                folder, lambda: self._engine.load_checkpoint(str(folder), tag=_TAG, load_module_strict=strict)
+        if of_others and not self._trainer.zero_stage:
+            raise SettingsError(
+                f"the checkpoint in {folder} is of another trainer.zero_stage, and 0 cannot continue it: set trainer.zero_stage to 1 or more"
             )
+        try:
+            loaded = pickles.loading(folder, lambda: self._load(folder, of_others=of_others))
         except WeightsError as error:
             raise SettingsError(f"{error}: put an intact copy in its place, or roll back to another version") from error
         except (RuntimeError, ValueError) as error:
@@ -329,10 +347,18 @@ class TrainingEngine:
                 f"the checkpoint in {folder} has the optimizer's states in other groups than this run: continue with the "
                 "version of Penstock that wrote it, and with its trainer.weight_decay (0 or not), or start a run from its weights"
             ) from error
-        if loaded is None:
+        if not loaded:
             raise RuntimeError(f"no DeepSpeed checkpoint in {folder}")
         set_options(self._engine.optimizer, self._trainer)
         _unmap(self._engine.optimizer)
+
+    def _load(self, folder: Path, *, of_others: bool) -> bool:
+        if of_others:
+            load_ranges(self._engine.optimizer, folder)
+            return True
+        strict = not self._frozen
+        loaded, _ = self._engine.load_checkpoint(str(folder), tag=_TAG, load_module_strict=strict)
+        return loaded is not None
 
     def _forget_states(self) -> None:
         """Free the optimizer's states, beside which the loaded ones would need as much memory again."""
@@ -340,6 +366,13 @@ class TrainingEngine:
             mapping = getattr(parameter, "_hp_mapping", None)  # has views of them
             (getattr(mapping, "optim_fragment", None) or {}).clear()
         _states(self._engine.optimizer).clear()
+
+
+def _no_memory(nbytes: float) -> str:
+    return (
+        f"a copy of what it saves needs {nbytes / 2**30:.1f} GiB of the host's memory, which is not free: it is written at once; use a "
+        "host with more memory, or raise trainer.checkpoint_every_steps"
+    )
 
 
 def _states(optimizer: Any) -> Any:
@@ -381,43 +414,6 @@ def _whole_weights(folder: Path) -> dict[str, Tensor]:
     return weights
 
 
-class _Writer:
-    """Records storage errors: raising between DeepSpeed's barriers would hang other ranks.
-
-    It does not begin a file for which the disk has no room, which would take it from the run's other processes, and
-    computes each file's digest while it is in the page cache. Ranks meet once all have written.
-    """
-
-    def __init__(self, checkpoint_engine: Any) -> None:
-        self._write, self._commit = checkpoint_engine.save, checkpoint_engine.commit
-        checkpoint_engine.save, checkpoint_engine.commit = self.save, self.commit
-        self.begin()
-
-    def commit(self, info: Any) -> bool:
-        meet_at_storage()
-        return bool(self._commit(info))
-
-    def begin(self, error: str = "") -> None:
-        """Forget the checkpoint before; with an ``error`` this one is not written."""
-        self.error = error
-        self.files: dict[Path, CheckpointFile] = {}
-
-    def save(self, state_dict: Any, path: str) -> None:
-        """Write, unless an earlier file failed."""
-        if self.error:
-            return
-        nbytes, free_bytes = Storages().add(tensors_in(state_dict)), durable.free_bytes(Path(path).parent)
-        if nbytes > free_bytes - durable.LEAST_BYTES:
-            self.error = f"{path} needs {nbytes:,} bytes, and {free_bytes:,} are free"
-            return
-        try:
-            with _without_crc32():
-                self._write(state_dict, path)
-            self.files[Path(path)] = digest(Path(path))
-        except (OSError, RuntimeError) as error:
-            self.error = f"{path}: {error}".splitlines()[0]
-
-
 def _groups(parts: Iterable[Published]) -> Iterator[list[Published]]:
     group: list[Published] = []
     held_bytes = 0
@@ -457,19 +453,6 @@ def _meet_before_gathering(optimizer: Any) -> None:
 def _check_the_norm_alone(optimizer: Any) -> None:
     """Skip DeepSpeed's finiteness check of each gradient (seven kernels each); the norm suffices."""
     optimizer.check_overflow = lambda **_: None
-
-
-@contextlib.contextmanager
-def _without_crc32() -> Iterator[None]:
-    """Write checkpoints without the archive's own checksums, which take three quarters of the time; the manifest has
-    digests.
-    """
-    was = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(False)
-    try:
-        yield
-    finally:
-        torch.serialization.set_crc32_options(was)
 
 
 @contextlib.contextmanager

@@ -58,6 +58,11 @@ class Branch:
                 f"{status.newest_version}: it has older data"
             )
 
+    async def has(self, version: PolicyVersion) -> bool:
+        """Whether the ledger has a version that we committed: a rollback, or a loss of the bus's data, may have taken it."""
+        newest = (await self._ledger.status()).newest_version
+        return newest is not None and newest >= version and version not in await self._ledger.revoked()
+
     def next_version(self) -> PolicyVersion:
         return PolicyVersion(0 if self.newest is None else self.newest + 1)
 

@@ -25,7 +25,6 @@ from typing import Any, TypeVar
 
 from penstock.services.trainer import metrics as measures
 from penstock.services.trainer.batch.staleness import without_long
-from penstock.services.trainer.checkpoint import local_store
 from penstock.services.trainer.checkpoint.commits import note_committed
 from penstock.services.trainer.export.exporter import Exporter
 from penstock.services.trainer.metrics import (
@@ -36,6 +35,7 @@ from penstock.services.trainer.metrics import (
     signal_fraction,
 )
 from penstock.services.trainer.rank0.branch import Branch
+from penstock.services.trainer.rank0.checkpoints import CLOSE_S, Checkpoints
 from penstock.services.trainer.rank0.first_texts import first_texts
 from penstock.services.trainer.rank0.intake import Intake, Taken
 from penstock.services.trainer.rank0.mailbox import results
@@ -48,7 +48,7 @@ from penstock.services.trainer.rank0.rounding import rounding
 from penstock.shared.bus.messages import PolicyRecord, StepReport
 from penstock.shared.bus.stores.experience.signals import SignalChange
 from penstock.shared.bus.stores.policy import held_out
-from penstock.shared.bus.stores.policy.ledger import CHECKPOINT, ENDED, POLICY, Ledger, RunState
+from penstock.shared.bus.stores.policy.ledger import ENDED, POLICY, Ledger, RunState
 from penstock.shared.bus.streams import JOURNAL
 from penstock.shared.errors import Fenced, WeightsError
 from penstock.shared.placement.turns import TrainerTurns
@@ -60,7 +60,6 @@ from penstock.shared.traces import TRACES
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-_CLOSE_S = 10.0
 _EXPORT_AGAIN_S = 5.0
 _SHOWN: tuple[str, ...] = ("reward_mean", "kl_mean", "entropy")
 _LOGGED = ("reward_mean", "loss", "kl_mean", "entropy", "lag_mean", "samples_per_s")
@@ -81,19 +80,18 @@ class Driver:
         self._intake = Intake(context.bus, context.live, self._branch.steps)
         self._exporter = Exporter(context.bus, context.settings)
         self._retention = Retention(context.settings, context.bus, lambda: self._exporter.reading)
+        self._checkpoints = Checkpoints(context, mailbox, self._branch, self._retention, self._ask)
         self._opening = Opening(context, self._branch, self._retention)
         self._step = 0
         self._is_open = self._is_ready = False
         """Whether the ranks have the ledger's step, and have published it."""
-        self._is_new = self._differs = self._has_warned = False
-        """Whether the step is in no checkpoint, whether a replay differed, and whether rounded gradients were reported."""
+        self._differs = self._has_warned = False
+        """Whether a replay differed, and whether rounded gradients were reported."""
         self._filling: asyncio.Task[None] | None = None
         self.finished = False
         """After :meth:`run`: whether the run has finished or was stopped for good."""
         self._skipped = 0  # consecutive batches
         self._committed_s, self._commit_s = time.perf_counter(), 0.0
-        self._checkpoint_s = 0.0
-        """Of the last one."""
         self._export_again_s, self._refused = math.inf, ""
         measures.GRAD_NORM_LIMIT.set(self._settings.trainer.max_grad_norm)
 
@@ -110,6 +108,7 @@ class Driver:
 
     async def _drive(self) -> None:
         storing, exporting = self._task(self._retention.run()), self._task(self._exporter.run())
+        noting = self._task(self._checkpoints.run())
         finding = self._task(self._opening.find())  # while the model loads, to report damage early
         model = await self._result(results.ModelLoaded)
         self._intake.vocabulary, self._intake.context_tokens = model.vocabulary, model.context_tokens
@@ -127,9 +126,9 @@ class Driver:
         await self._checkpoint_at_stop()
         self.finished = (await self._ledger.status()).state in ENDED
         self._mailbox.command(Command(CommandKind.FINISH if self.finished else CommandKind.STOP))
-        for task in filter(None, (finding, exporting, self._filling)):
+        for task in filter(None, (finding, exporting, noting, self._filling)):
             task.cancel()
-        await self._retention.close(max(0.0, seconds_left() - _CLOSE_S))
+        await self._retention.close(max(0.0, seconds_left() - CLOSE_S))
         storing.cancel()
 
     def _task(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
@@ -148,7 +147,7 @@ class Driver:
             self._context.status.start.begin("loading the checkpoint" if loads else "replaying the journal")
             result = await self._ask(command, Result)
             if isinstance(result, results.Replayed):
-                self._step, self._is_new = self._step + 1, True
+                self._step, self._checkpoints.is_new = self._step + 1, True
                 if result.difference:
                     self._differs = True
                     log.warning("replay differs", extra={"detail": result.difference})
@@ -162,8 +161,9 @@ class Driver:
         self._intake.forget()
         self._filling = None
 
-    def _leave(self) -> None:
-        self._is_open = self._is_ready = self._is_new = False
+    async def _leave(self) -> None:
+        await self._checkpoints.written()  # the opening deletes what is incomplete
+        self._is_open = self._is_ready = self._checkpoints.is_new = False
         self._export_again_s = math.inf
 
     async def _turn(self) -> None:
@@ -181,7 +181,7 @@ class Driver:
 
     async def _take_device(self) -> bool:
         """Wait for shared devices; return False if the trainer stops first."""
-        while not await self._turns.acquire(_CLOSE_S if self._context.stop.is_set() else TURN_S):
+        while not await self._turns.acquire(CLOSE_S if self._context.stop.is_set() else TURN_S):
             if self._context.stop.is_set():
                 return False
             await self._ask(Command(CommandKind.IDLE), Result)
@@ -202,7 +202,7 @@ class Driver:
         batch: list[Taken] | None = await self._or_stop(waiting)
         left, _ = await asyncio.gather(self._branch.was_left(), self._live.refresh())
         if left:
-            self._leave()
+            await self._leave()
         elif batch is not None:
             await self._train(batch)
         else:
@@ -223,6 +223,7 @@ class Driver:
             self._branch.check(status, self._step)
         if status.is_over(self._settings.run.steps):
             await self._checkpoint_new()
+            await self._checkpoints.written()
             stored = self._retention.is_stored
             self._context.status.values["stored"] = float(stored)
             if stored and self._settings.internal.leave_when_over:
@@ -317,12 +318,13 @@ class Driver:
         self._skipped = 0
         if not await self._commit(batch, result, figures):
             log.info("step skipped: the run was rolled back", extra={"step": self._step + 1})
-            self._leave()
+            await self._leave()
             return
         trainer, steps = self._settings.trainer, self._settings.run.steps
         if self._step % trainer.checkpoint_every_steps == 0 or self._step == steps:
             await self._checkpoint_new()
         if self._step == steps:
+            await self._checkpoints.written()
             await self._export()
 
     async def _held_out(self) -> tuple[bytes, ...]:
@@ -349,7 +351,7 @@ class Driver:
         change = self._intake.take_signals(batch)
         if not await self._branch.commit(record, deliveries, report, made.plan, change):
             return False
-        self._step, self._is_new, self._commit_s = record.step, True, time.perf_counter() - started_s
+        self._step, self._checkpoints.is_new, self._commit_s = record.step, True, time.perf_counter() - started_s
         self._intake.release(batch)
         for group in record.traced:
             TRACES.add("trained", group, record.created_at_s - metrics["step_s"], time.time(), step=record.step)
@@ -443,22 +445,11 @@ class Driver:
         await asyncio.to_thread(keep_newest, self._settings.snapshot_folder, self._settings.weights.keep)
 
     async def _checkpoint_new(self) -> None:
-        if not self._is_new or not await self._take_device():
+        if not self._checkpoints.is_new:
             return
-        assert self._branch.newest is not None
-        state = await self._retention.describe(self._step, self._branch.newest, self._live)
-        if not self._branch.is_ours(await self._ledger.status(), self._step):
-            return  # `state` is of another branch, or of a bus that has lost data
-        started_s = time.monotonic()
-        saved = await self._ask(Command(CommandKind.CHECKPOINT, state=state), results.Saved)
-        self._checkpoint_s = time.monotonic() - started_s
-        await self._ledger.note_missing(CHECKPOINT, saved.refusal)
-        if saved.checkpoint is None:
-            await self._retention.note_failed(self._step, saved.refusal)
-            return
-        self._is_new = False
-        root, keep_last = self._settings.run_folder / "checkpoints", self._settings.trainer.keep_last
-        await self._retention.note(saved.checkpoint, await asyncio.to_thread(local_store.superfluous, root, keep_last))
+        await self._checkpoints.written()
+        if await self._take_device():
+            await self._checkpoints.begin(self._step)
 
     async def _warn_of_rounding(self, micro_batches: float) -> None:
         if not self._has_warned and (detail := rounding(micro_batches, self._settings)):
@@ -467,17 +458,10 @@ class Driver:
             await tell(self._bus, "trainer", "gradients are rounded", detail, micro_batches=int(micro_batches))
 
     async def _checkpoint_at_stop(self) -> None:
-        """Store what is new, unless that takes longer than the process has: then a resume replays the journal."""
-        left_s = seconds_left()
-        if not (self._is_new and left_s and self._checkpoint_s > left_s - _CLOSE_S):
+        await self._checkpoints.written()
+        if await self._checkpoints.fits_into_stop(self._step):
             await self._checkpoint_new()
-            return
-        detail = (
-            f"step {self._step} is in no checkpoint and will be replayed: writing the last one took {self._checkpoint_s:.0f} s, and "
-            f"{max(0.0, left_s - _CLOSE_S):.0f} s were left; raise bus.drain_s (the chart's bus.drainSeconds)"
-        )
-        log.warning("stopped without a checkpoint", extra={"detail": detail})
-        await tell(self._bus, "trainer", "stopped without a checkpoint", detail, step=self._step)
+            await self._checkpoints.written()
 
     async def _export(self) -> None:
         written = await self._ask(Command(CommandKind.EXPORT), results.PolicyWritten)

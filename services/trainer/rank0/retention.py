@@ -21,11 +21,12 @@ from penstock.services.trainer.checkpoint.local_store import Checkpoint
 from penstock.services.trainer.checkpoint.manifests import CheckpointState
 from penstock.services.trainer.checkpoint.remote_store import CheckpointStore, StoredCheckpoint, open_store, version_in
 from penstock.services.trainer.checkpoint.uploader import Upload, Uploader, in_thread
+from penstock.services.trainer.rank0.mailbox.results import Saved
 from penstock.services.trainer.rank0.resume import ResumePoint
 from penstock.shared.bus.bus import Bus
 from penstock.shared.bus.messages import PolicyVersion
 from penstock.shared.bus.stores.experience.signals import read_signals
-from penstock.shared.bus.stores.policy.ledger import Ledger
+from penstock.shared.bus.stores.policy.ledger import CHECKPOINT, Ledger
 from penstock.shared.bus.stores.replicas.live_settings import Live
 from penstock.shared.bus.stores.run.functions import read_functions
 from penstock.shared.errors import StoreError
@@ -95,9 +96,16 @@ class Retention:
         places = await self._ledger.checkpoints()
         return sorted({await asyncio.to_thread(_number, places.get(version, ""), version) for version in versions})
 
-    async def note(self, checkpoint: Checkpoint, superfluous: Sequence[Checkpoint]) -> None:
-        """Handle a checkpoint that is complete in the run's folder."""
-        state = checkpoint.state
+    async def note(self, step: int, saved: Saved) -> None:
+        """Handle the checkpoint of ``step``, which is complete in the run's folder, or was refused by storage."""
+        await self._ledger.note_missing(CHECKPOINT, saved.refusal)
+        if saved.checkpoint is None:
+            await self._note_failed(step, saved.refusal)
+            return
+        checkpoint, state = saved.checkpoint, saved.checkpoint.state
+        superfluous = await asyncio.to_thread(
+            local_store.superfluous, checkpoint.folder.parent, self._trainer.keep_last
+        )
         if self._relies_on_folder:
             await self._ledger.set_checkpoint(state.version, str(checkpoint.folder))
         for old in superfluous:
@@ -113,7 +121,7 @@ class Retention:
     def _is_used(self, folder: Path) -> bool:
         return str(folder) == self._reading() or (self._uploader is not None and self._uploader.uses(folder))
 
-    async def note_failed(self, step: int, error: str) -> None:
+    async def _note_failed(self, step: int, error: str) -> None:
         """Report that the checkpoint of ``step`` failed; the previous one and the journal are kept."""
         metrics.CHECKPOINTS_FAILED.inc()
         detail = f"the checkpoint of step {step} was refused, the previous one is kept: {error}: free disk space in run.folder"

@@ -196,7 +196,7 @@ def test_each_file_of_a_checkpoint_that_would_run_code_is_refused_by_name_and_th
     of, pwned = trainer_ranks.settings(zero_stage, 1, tmp_path, **tables), tmp_path / "PWNED"
     rank = trainer_ranks.Rank(of)
     rank.learn(1)
-    rank.engine.save(tmp_path / "made")
+    rank.engine.save(tmp_path / "made")()
     names = sorted(path.relative_to(tmp_path / "made") for path in (tmp_path / "made").rglob("*.pt"))
     assert len(names) == (2 if zero_stage else 1)
     rank.engine.load(tmp_path / "made")  # as written, it loads
@@ -225,7 +225,7 @@ def test_a_critics_file_that_would_run_code_is_damage(tmp_path: Path) -> None:
     rank = trainer_ranks.Rank(of)
     rank.learn(1)
     beside = local_store.beside(tmp_path, 1)
-    rank.engine.save(beside / "critic")
+    rank.engine.save(beside / "critic")()
     path = min((beside / "critic").rglob("*optim_states.pt"))
     torch.save({**torch.load(path, weights_only=True), "more": Bomb(tmp_path / "PWNED")}, path)
     made = local_store.make_whole(tmp_path, CheckpointState(1, PolicyVersion(1), 8, "", 1, 1))

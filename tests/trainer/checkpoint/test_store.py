@@ -22,6 +22,7 @@ from penstock.services.trainer.checkpoint.manifests import CheckpointState
 from penstock.services.trainer.checkpoint.remote_store import CheckpointStore, open_store
 from penstock.services.trainer.checkpoint.s3 import ObjectStore
 from penstock.services.trainer.checkpoint.uploader import Upload, Uploader, in_thread
+from penstock.services.trainer.rank0.mailbox.results import Saved
 from penstock.services.trainer.rank0.resume import ResumePoint, find_resume
 from penstock.services.trainer.rank0.retention import Retention
 from penstock.shared.bus.bus import Bus
@@ -272,7 +273,7 @@ class Kept:
         """Commit a step and write its checkpoint; two are kept."""
         entry = await self._bus.append(JOURNAL, {"id": str(step), "step": str(step), "data": b""})
         made = written(self.root, step, journal_entry=entry)
-        await self.made.note(made, local_store.superfluous(self.root, 2))
+        await self.made.note(step, Saved(made))
         return made
 
 

@@ -71,7 +71,7 @@ class Run:
 
     def checkpoint(self) -> Path:
         root = self.settings.run_folder / "checkpoints"
-        self.engine.save(local_store.beside(root, 1) / "engine")
+        self.engine.save(local_store.beside(root, 1) / "engine")()
         of = local_store.base_of(self.settings.policy)
         stage = self.settings.trainer.zero_stage
         state = CheckpointState(1, PolicyVersion(1), 4, "", 1, stage, "", adapter_of=of)

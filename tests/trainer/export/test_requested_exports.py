@@ -26,6 +26,7 @@ from penstock.services.trainer.export import exporter
 from penstock.services.trainer.export.exporter import Exporter
 from penstock.services.trainer.rank0.driver import Driver
 from penstock.services.trainer.rank0.mailbox.queues import Mailbox
+from penstock.services.trainer.rank0.mailbox.results import Saved
 from penstock.shared.bus.bus import Bus
 from penstock.shared.bus.messages import Event, PolicyVersion
 from penstock.shared.bus.stores.policy.exports import Exports
@@ -302,11 +303,14 @@ async def test_the_initial_policy_and_what_may_lie_on_disk_may_be_asked_for(
 
 
 @pytest.mark.usefixtures("unfinished")
-async def test_cleanup_leaves_the_checkpoint_that_is_exported(bus: Bus, run: Run) -> None:
+async def test_cleanup_leaves_the_checkpoint_that_is_exported(
+    bus: Bus, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (checkpoint,) = local_store.find(run.settings.run_folder / "checkpoints")
     newer = dataclasses.replace(
         checkpoint, state=dataclasses.replace(checkpoint.state, step=2, version=V(2)), folder=Path("/new")
     )
+    monkeypatch.setattr(local_store, "superfluous", lambda *_: [checkpoint])
     context = Context(
         run.settings, "trainer", "trainer-0", bus, Status(), asyncio.Event(), Live(bus, run.settings),
         Cordon(bus, "trainer-0", lambda: None), RunSecret(bus),
@@ -315,13 +319,13 @@ async def test_cleanup_leaves_the_checkpoint_that_is_exported(bus: Bus, run: Run
     driving = asyncio.create_task(driver.run())
     await Exports(bus).place(1, V(1), adapter=False)
     await until(processes)
-    await driver._retention.note(newer, [checkpoint])
+    await driver._retention.note(newer.state.step, Saved(newer))
     assert checkpoint.folder.is_dir()
     driving.cancel()
     await asyncio.gather(driving, return_exceptions=True)
     assert processes() == []
     driver._exporter.reading = ""
-    await driver._retention.note(newer, [checkpoint])
+    await driver._retention.note(newer.state.step, Saved(newer))
     assert not checkpoint.folder.exists()
 
 

@@ -10,6 +10,8 @@ import subprocess
 import sys
 import warnings
 import weakref
+from collections.abc import Callable
+from enum import Enum
 from pathlib import Path
 from typing import Any, get_args
 
@@ -23,20 +25,23 @@ from penstock.services.trainer.batch.assignment import assign_pieces, plan
 from penstock.services.trainer.batch.packing import PackedRow, micro_batch
 from penstock.services.trainer.checkpoint import pickles
 from penstock.services.trainer.model import optimizer
-from penstock.services.trainer.model.engine import TrainingEngine
+from penstock.services.trainer.model.critic import Critic
+from penstock.services.trainer.model.engine import TrainingEngine, saved_tensors
 from penstock.services.trainer.model.layers import kernels
 from penstock.services.trainer.model.layers.logits import token_logprobs
 from penstock.services.trainer.model.policy import Policy
+from penstock.services.trainer.model.saving.ranges import RANGES
 from penstock.services.trainer.phases import Phases
 from penstock.shared.errors import SettingsError
 from penstock.shared.files import durable
 from penstock.shared.model.flops import ModelSizes, forward_flops, peak_tflops
+from penstock.shared.process import memory_timeline
 from penstock.shared.settings import PolicySettings, Settings
 from penstock.shared.settings.trainer import DEEPSPEED_ALLOWED
 from tests.conftest import need_module
 from tests.support import builders, tiny
 from tests.support.packed import rows
-from tests.support.tolerance import FORWARD, GRADIENT, MOVEMENT, ULPS, gap, moved_apart, smooth_adam
+from tests.support.tolerance import FORWARD, GRADIENT, MOVEMENT, RESUMED, ULPS, gap, moved_apart, smooth_adam
 from tests.trainer.algorithm import test_update
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -137,7 +142,7 @@ def test_moments_of_eight_bits_make_almost_the_same_steps_and_a_checkpoint_holds
     assert {torch.uint8, torch.float32} <= first.state_types()
     # an 8-bit moment is off by up to 1/128: 0.008 of the movement is common, another optimizer over 0.5
     assert 1e-4 < moved_apart(first.weights(), plain.weights(), dict(tiny.model(0).named_parameters())) < 0.05
-    first.engine.save(tmp_path)
+    first.engine.save(tmp_path)()
     with smooth_adam():
         second.engine.load(tmp_path)
     first.step(3)
@@ -152,17 +157,62 @@ def test_a_file_for_which_the_disk_has_no_room_is_not_begun(
 ) -> None:
     stepper = Stepper(settings(zero_stage))
     stepper.step(1)
-    assert stepper.engine.save(tmp_path / "first") == ""
+    assert stepper.engine.save(tmp_path / "first")().error == ""
     largest = max((tmp_path / "first").rglob("*.pt"), key=lambda path: path.stat().st_size)
     nbytes = largest.stat().st_size
     monkeypatch.setattr(durable, "free_bytes", lambda _: durable.LEAST_BYTES + int(0.85 * nbytes))
     assert re.search(
-        rf"{largest.name} needs [\d,]+ bytes, and [\d,]+ are free$", stepper.engine.save(tmp_path / "second")
+        rf"{largest.name} needs [\d,]+ bytes, and [\d,]+ are free$", stepper.engine.save(tmp_path / "second")().error
     )
     assert not list((tmp_path / "second").rglob(largest.name))
     monkeypatch.setattr(durable, "free_bytes", lambda _: durable.LEAST_BYTES + nbytes)
-    assert stepper.engine.save(tmp_path / "second") == ""
+    assert stepper.engine.save(tmp_path / "second")().error == ""
     Stepper(settings(zero_stage)).engine.load(tmp_path / "second")
+
+
+def plain(value: Any) -> Any:
+    """Return a checkpoint's contents as what can be compared."""
+    if torch.is_tensor(value):
+        return str(value.dtype), value.tolist()
+    if isinstance(value, dict):
+        return {name: plain(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(each) for each in value]
+    return plain(vars(value)) if hasattr(value, "__dict__") and not isinstance(value, Enum) else value
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "trainer",
+    [
+        {"zero_stage": 0},
+        {"zero_stage": 1},
+        {"zero_stage": 2},
+        {"zero_stage": 3},
+        {"zero_stage": 3, "offload": "all"},
+        {"optimizer": "adamw_8bit"},
+    ],
+    ids=str,
+)
+def test_a_checkpoint_is_of_the_step_at_which_it_was_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trainer: dict[str, Any], dtype: Any
+) -> None:
+    if "optimizer" in trainer:
+        need_module("bitsandbytes", "bitsandbytes")
+    stepper = Stepper(settings(**trainer).model_copy(update={"policy": PolicySettings(dtype=dtype)}))
+    stepper.step(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(memory_timeline, "host_bytes", lambda: (0.0, 0.0))
+        write_at_once = stepper.engine.save(tmp_path / "at once")
+        assert list((tmp_path / "at once").rglob("*.pt")), "a host without memory for the copy"
+    at_once = write_at_once()
+    write = stepper.engine.save(tmp_path / "copied")
+    stepper.step(2)
+    assert not list((tmp_path / "copied").rglob("*.pt"))
+    copied = write()
+    assert at_once.error == copied.error == ""
+    others = [plain(torch.load(tmp_path / "at once" / path.relative_to(tmp_path / "copied"))) for path in copied.files]
+    assert [plain(torch.load(path)) for path in copied.files] == others
 
 
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
@@ -171,7 +221,7 @@ def test_the_optimizers_states_are_gone_before_others_are_loaded(
 ) -> None:
     stepper = Stepper(settings(zero_stage))
     stepper.step(1)
-    stepper.engine.save(tmp_path)
+    stepper.engine.save(tmp_path)()
     base = getattr(stepper.engine.optimizer, "optimizer", stepper.engine.optimizer)
     moments = [weakref.ref(states["exp_avg"]) for states in base.state.values()]
     assert moments
@@ -195,7 +245,7 @@ def test_a_loaded_checkpoint_can_be_deleted_and_its_space_is_free(tmp_path: Path
     of = settings(**trainer)
     first, second = Stepper(of), Stepper(of)
     first.step(1)
-    first.engine.save(tmp_path)
+    first.engine.save(tmp_path)()
     second.engine.load(tmp_path)
     gc.collect()
     assert str(tmp_path) not in Path("/proc/self/maps").read_text()
@@ -204,6 +254,110 @@ def test_a_loaded_checkpoint_can_be_deleted_and_its_space_is_free(tmp_path: Path
     second.step(2)
     others = second.weights()
     assert all(torch.equal(tensor, others[name]) for name, tensor in first.weights().items())
+
+
+@pytest.mark.parametrize("trainer", [{}, {"offload": "optimizer"}, {"weight_decay": 0.1}], ids=str)
+@pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 1), (2, 3), (1, 2)])
+def test_a_checkpoint_is_continued_at_another_zero_stage(
+    tmp_path: Path, before: int, after: int, trainer: dict[str, Any]
+) -> None:
+    with smooth_adam():
+        first, second = Stepper(settings(before, **trainer)), Stepper(settings(after, **trainer))
+        first.step(1)
+        first.step(2)
+        first.engine.save(tmp_path)()
+        second.engine.load(tmp_path, of_others=True)
+    start = second.weights()
+    assert all(torch.equal(tensor, start[name]) for name, tensor in first.weights().items())
+    first.step(3)
+    second.step(3)
+    assert moved_apart(second.weights(), first.weights(), start) < RESUMED
+
+
+def test_weights_that_are_offloaded_are_continued_by_range_too(tmp_path: Path) -> None:
+    with smooth_adam():
+        first, second = (Stepper(settings(3, offload=offload)) for offload in ("all", "all"))
+        first.step(1)
+        first.engine.save(tmp_path)()
+        second.engine.load(tmp_path, of_others=True)
+    start = second.weights()
+    assert all(torch.equal(tensor, start[name]) for name, tensor in first.weights().items())
+    first.step(2)
+    second.step(2)
+    assert moved_apart(second.weights(), first.weights(), start) < RESUMED
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+@pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 1)])
+def test_a_critic_is_continued_at_another_zero_stage(tmp_path: Path, before: int, after: int) -> None:
+    def critic(zero_stage: int) -> TrainingEngine:
+        trunk = tiny.model(0).requires_grad_(True).get_decoder()
+        return TrainingEngine(Critic(trunk, 32).train(), settings(zero_stage), "cpu")
+
+    def step_of(engine: TrainingEngine) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            engine.backward((engine.forward(micro_batch(rows(0))) - 1.0).square().mean(), last=True)
+            engine.step(1e-3)
+
+    def saved(engine: TrainingEngine) -> dict[str, torch.Tensor]:
+        folder = tmp_path / f"{id(engine)}"
+        engine.save(folder)()
+        tensors = saved_tensors(folder, engine._trainer.zero_stage)
+        return {name: tensor.clone() for name, tensor in tensors.items()}  # which map the files
+
+    with smooth_adam():
+        first, second = critic(before), critic(after)
+        step_of(first)
+        start = saved(first)
+        second.load(tmp_path / f"{id(first)}", of_others=True)
+    assert all(torch.equal(tensor, start[name]) for name, tensor in saved(second).items())
+    step_of(first)
+    step_of(second)
+    assert moved_apart(saved(second), saved(first), start) < RESUMED
+
+
+def without_ranges(path: Path) -> None:
+    saved = torch.load(path, weights_only=True)
+    del saved[RANGES]
+    torch.save(saved, path)
+
+
+def without_half_of_a_range(path: Path) -> None:
+    saved = torch.load(path, weights_only=True)
+    name, start, numel, *rest = saved[RANGES][0]
+    saved[RANGES][0] = (name, start, numel // 2, *rest)
+    torch.save(saved, path)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "spoil", "sentence"),
+    [
+        ({"zero_stage": 0}, 1, None, r"\(trainer.zero_stage = 0 wrote it\): change them back, or start a new run"),
+        ({"zero_stage": 1}, 0, None, "0 cannot continue it: set trainer.zero_stage to 1 or more"),
+        ({"zero_stage": 1}, 3, without_ranges, "an older Penstock wrote it"),
+        ({"zero_stage": 1, "optimizer": "adamw_8bit"}, 3, None, 'it has no moments of trainer.optimizer = "adamw"'),
+        (
+            {"zero_stage": 1},
+            3,
+            without_half_of_a_range,
+            r"expected [\d,]+ numbers of .* found [\d,]+: put an intact copy",
+        ),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value))[:40],
+)
+def test_what_another_zero_stage_cannot_continue_is_refused_with_the_way_out(
+    tmp_path: Path, before: dict[str, Any], after: int, spoil: Callable[[Path], None] | None, sentence: str
+) -> None:
+    if "optimizer" in before:
+        need_module("bitsandbytes", "bitsandbytes")
+    first = Stepper(settings(**before))
+    first.step(1)
+    first.engine.save(tmp_path)()
+    if spoil is not None:
+        spoil(next(tmp_path.rglob("*optim_states.pt")))
+    with pytest.raises(SettingsError, match=sentence):
+        Stepper(settings(**{**before, "zero_stage": after})).engine.load(tmp_path, of_others=True)
 
 
 @pytest.fixture
@@ -257,7 +411,7 @@ def test_a_loaded_optimizer_has_the_options_of_its_run(tmp_path: Path, zero_stag
 
     first = Stepper(settings(zero_stage, weight_decay=0.1))
     first.step(1)
-    first.engine.save(tmp_path)
+    first.engine.save(tmp_path)()
     second = Stepper(settings(zero_stage, weight_decay=0.2, adam_betas=(0.8, 0.9), adam_eps=1e-6))
     second.engine.load(tmp_path)
     assert options_of(second) == [((0.8, 0.9), 1e-6, 0.2), ((0.8, 0.9), 1e-6, 0.0)]
@@ -276,7 +430,7 @@ def test_a_checkpoint_holds_the_states_of_all_groups_and_one_of_other_groups_is_
     request.getfixturevalue("several_groups")
     first, second = Stepper(of), Stepper(of)
     first.step(1)
-    first.engine.save(tmp_path)
+    first.engine.save(tmp_path)()
     second.engine.load(tmp_path)
     first.step(2)
     second.step(2)

@@ -20,6 +20,7 @@ from penstock.services.trainer.checkpoint import local_store
 from penstock.services.trainer.checkpoint.commits import read_commits
 from penstock.services.trainer.checkpoint.manifests import CheckpointState
 from penstock.services.trainer.model.policy import Policy
+from penstock.services.trainer.model.saving.writer import Writer, Written
 from penstock.services.trainer.rank0.branch import Branch
 from penstock.services.trainer.rank0.driver import Driver
 from penstock.services.trainer.rank0.mailbox.commands import Command, CommandKind
@@ -267,6 +268,50 @@ async def test_a_checkpoint_that_storage_refuses_leaves_the_one_before_and_the_r
         await until(lambda: [checkpoint.state.step for checkpoint in local_store.find(driven.root)] == [1, 3])
 
 
+async def test_steps_are_made_while_a_checkpoint_is_written_and_the_next_one_waits_for_it(
+    bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driven, trained = await created(bus, tmp_path, checkpoint_every_steps=1)
+    written, may_write, write = list[str](), threading.Event(), Writer.write
+
+    def slowly(writer: Writer) -> Written:
+        may_write.wait()
+        made = write(writer)
+        written.append(next(iter(made.files)).parts[-4])
+        return made
+
+    monkeypatch.setattr(Writer, "write", slowly)
+    async with driven.running(lambda: driven.train(trained.engine)) as both:
+        for number in range(3):
+            await driven.feed(batch(number))
+        await is_at(driven, 2)
+        assert await driven.ledger.checkpoints() == {}
+        assert len(await driven.ledger.journal("")) == 2 * GROUPS
+        driven.stop.set()  # which waits for both
+        may_write.set()
+        assert list(await both) == [None, None]
+    assert [name for name in written if name in (".step-000001.tmp", ".step-000002.tmp")] == written[:2]
+    newest = local_store.find(driven.root)[-1].state
+    assert newest.step == await driven.step()
+    assert newest.version in await driven.ledger.checkpoints()
+
+
+async def test_a_thread_that_cannot_write_a_checkpoint_for_a_fault_of_its_own_ends_the_training(
+    bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def faulty(_: Writer) -> Written:
+        raise KeyError("a bug")
+
+    monkeypatch.setattr(Writer, "write", faulty)
+    driven, trained = await created(bus, tmp_path, checkpoint_every_steps=1)
+    async with driven.running(lambda: driven.train(trained.engine)) as both:
+        await driven.feed(batch(0))
+        of_driver, of_training = await both
+    assert isinstance(of_training, KeyError)
+    assert of_driver is of_training
+    assert await driven.ledger.checkpoints() == {}
+
+
 async def test_on_a_full_bus_what_no_checkpoint_has_is_saved_once_and_the_journal_is_let_go(
     bus: Bus, tmp_path: Path
 ) -> None:
@@ -313,8 +358,8 @@ async def test_a_checkpoint_that_a_stop_has_no_time_for_is_not_begun_and_the_jou
     bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last_s: float, saved: list[int]
 ) -> None:
     async with after_a_step(bus, tmp_path) as (driven, both):
-        monkeypatch.setattr("penstock.services.trainer.rank0.driver.seconds_left", lambda: 30.0)
-        driven.driver._checkpoint_s = last_s
+        monkeypatch.setattr("penstock.services.trainer.rank0.checkpoints.seconds_left", lambda: 30.0)
+        driven.driver._checkpoints.last_s = last_s
         driven.stop.set()
         assert list(await both) == [None, None]
     assert [checkpoint.state.step for checkpoint in local_store.find(driven.root)] == saved
@@ -359,6 +404,8 @@ class Scripted:
         while (command := mailbox.receive()) is not None and command.kind is not CommandKind.STOP:
             self.commands.append(command)
             mailbox.send(self._results.get(command.kind, Result()))
+            if command.kind is CommandKind.CHECKPOINT:
+                mailbox.send_saved(Saved(None, "no room"))
         assert command is not None
         self.commands.append(command)
 
@@ -383,8 +430,7 @@ async def test_weights_of_a_replay_that_could_not_follow_its_plan_are_published_
         ),
     ):
         again = Driven(bus, driven.of)
-        refused = {CommandKind.CHECKPOINT: Saved(None, "no room"), CommandKind.REPLAY: Replayed(difference)}
-        script = Scripted(again, refused)
+        script = Scripted(again, {CommandKind.REPLAY: Replayed(difference)})
         async with again.running(script):
             await until(lambda script=script: CommandKind.IDLE in script.kinds)
         assert [kind for kind in script.kinds if kind is not CommandKind.WAIT] == kinds

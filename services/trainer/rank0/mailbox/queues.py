@@ -1,5 +1,6 @@
 """The two queues between rank 0's event loop (``driver``) and its training thread (``penstock.services.trainer.loop``): a
-command in, one result for each but STOP out, with notices beside them.
+command in, one result for each but STOP out, with notices beside them. What became of a checkpoint has a queue of its
+own, as it is written beside training.
 
 A side's error is raised by the other: in the loop at once, in training at its next command.
 """
@@ -8,16 +9,17 @@ import asyncio
 import queue
 
 from penstock.services.trainer.rank0.mailbox.commands import Command
-from penstock.services.trainer.rank0.mailbox.results import Notice, Result
+from penstock.services.trainer.rank0.mailbox.results import Notice, Result, Saved
 
 
 class Mailbox:
-    """The only object that both threads use; made on the event loop."""
+    """The only object that these threads use; made on the event loop."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._commands: queue.SimpleQueue[Command | Exception] = queue.SimpleQueue()
         self._results: asyncio.Queue[Result | Notice | BaseException] = asyncio.Queue()
+        self._saved: asyncio.Queue[Saved] = asyncio.Queue()
 
     def receive(self) -> Command | None:
         command = self._commands.get()
@@ -28,6 +30,14 @@ class Mailbox:
     def send(self, result: Result | Notice | BaseException) -> None:
         """Send a result, or the error that ended training."""
         self._loop.call_soon_threadsafe(self._results.put_nowait, result)
+
+    def send_saved(self, saved: Saved) -> None:
+        """Send what became of a checkpoint, from the thread that wrote it."""
+        self._loop.call_soon_threadsafe(self._saved.put_nowait, saved)
+
+    async def saved(self) -> Saved:
+        """Return what became of the checkpoint that was commanded last."""
+        return await self._saved.get()
 
     def command(self, command: Command) -> None:
         self._commands.put(command)
@@ -50,3 +60,6 @@ class NoMailbox:
 
     def send(self, result: Result | Notice | BaseException) -> None:
         """Drop the result: rank 0 sends its own."""
+
+    def send_saved(self, saved: Saved) -> None:
+        """Drop it, too."""

@@ -81,8 +81,8 @@ class Freed(Result):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Saved(Result):
-    """A checkpoint is complete, or storage refused it."""
+class Saved:
+    """A checkpoint is complete, of all ranks, or storage refused it."""
 
     checkpoint: Checkpoint | None
     refusal: str = ""

@@ -137,8 +137,9 @@ def test_a_checkpoint_waits_for_the_states_that_return(tmp_path: Path, monkeypat
     digests = []
     for name in ("kept", "moved"):
         (tmp_path / name).mkdir()
-        assert not engine.save(tmp_path / name)
-        digests.append({path.relative_to(tmp_path / name): file for path, file in engine.written().items()})
+        written = engine.save(tmp_path / name)()
+        assert not written.error
+        digests.append({path.relative_to(tmp_path / name): file for path, file in written.files.items()})
         engine.residency.free(3)
         engine.residency.restore()
     assert digests[0] == digests[1]

@@ -1,0 +1,1 @@
+"""What a checkpoint holds of an engine: copied to the host's memory, written beside training."""
