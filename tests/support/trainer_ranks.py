@@ -79,6 +79,7 @@ HYBRID: dict[str, Any] = {
 }
 CAP = 24
 RELAID: dict[str, tuple[int, int, dict[str, Any]]] = {
+    "0 to 0": (0, 0, {}),
     "1 to 3": (1, 3, {}),
     "3 to 1": (3, 1, {}),
     "2 to 2": (2, 2, {"trainer": {"weight_decay": 0.1}}),
@@ -194,7 +195,7 @@ def resumed(of: Settings, folder: Path) -> dict[str, Any]:
 def relaid(of: Settings, folder: Path) -> dict[str, Any]:
     """Weights read from what one rank wrote, those of a step made from them, and what was written after it."""
     rank = Rank(of)
-    rank.engine.load(folder / "one", of_others=True)
+    rank.engine.load(folder / "one", of_others=of.trainer.zero_stage > 0)
     loaded = rank.weights()
     rank.learn(2)
     assert not rank.engine.save(folder / "two")().error
