@@ -23,15 +23,15 @@ class SamplingSettings(Section):
     """How completions are drawn (docs/algorithms.md, "Truncated sampling")."""
 
     group_size: Annotated[int, Field(ge=2, le=4096)] = Field(default=16)
-    """Completions per prompt, 2 to 4096. The group is the baseline of its advantages. During the run it may grow to 4
-    times the file's value, and slots × group_size to 16 times."""
+    """Completions per prompt, 2 to 4096. During the run it may grow to 4 times the file's value, and slots × group_size
+    to 16 times."""
     max_new_tokens: PositiveInt = Field(default=256)
     """Maximum length of a completion, in tokens."""
     temperature: Annotated[float, Field(ge=LEAST_TEMPERATURE)] = Field(default=1.0)
     """Softmax temperature, at least 0.01. The trainer divides its logits by the same number."""
     top_p: Annotated[float, Field(gt=0, le=1)] = Field(default=1.0)
-    """Draw from the most probable tokens whose probabilities reach this sum, in training and in evaluations that
-    sample; 1: from all. The trainer computes logprobs over the tokens that could be drawn."""
+    """Draw from the most probable tokens whose probabilities reach this sum; 1: from all. The trainer computes logprobs
+    over the tokens that could be drawn."""
     top_k: Annotated[int, Field(ge=0, le=MOST_KEPT)] = Field(default=0)
     """Draw from this many most probable tokens, at most 256; 0: from all, or from 256 with top_p or min_p."""
     min_p: Annotated[float, Field(ge=0, lt=1)] = Field(default=0.0)
@@ -39,11 +39,10 @@ class SamplingSettings(Section):
     min_new_tokens: NonNegativeInt = Field(default=0)
     """Tokens before which a completion does not end by itself."""
     stop: tuple[Annotated[str, Field(min_length=1, max_length=256)], ...] = Field(default=())
-    """Texts that end a completion, in training and evaluation, after min_new_tokens; it includes the text. Not special
-    tokens, which no text contains."""
+    """Texts that end a completion, after min_new_tokens; it includes the text. Not special tokens."""
     by_dataset: dict[str, dict[str, Any]] = Field(default={})
-    """Other values for the problems of a dataset of data.path: { "hard.jsonl" = { max_new_tokens = 512 } }. Each
-    setting of this table except group_size; max_new_tokens may only be lower."""
+    """Other values for a dataset of data.path: { "hard.jsonl" = { max_new_tokens = 512 } }. Each setting of this table
+    except group_size; max_new_tokens may only be lower."""
 
     @property
     def kept_tokens(self) -> int:
@@ -82,11 +81,11 @@ class VllmSettings(Section):
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = Field(default=0.85)
     """Share of the GPU's memory for vLLM, weights and key-value cache together."""
     max_model_len: NonNegativeInt = Field(default=0)
-    """Maximum length of prompt and completion together, in tokens; 0: the model's context. It also decides the factors
-    of a model with longrope, in the trainer too."""
+    """Maximum length of prompt and completion, in tokens; 0: the model's context. It also decides the factors of
+    longrope, in the trainer too."""
     arguments: dict[str, Any] = Field(default={})
-    """More of vLLM's AsyncEngineArgs, by their names: {enforce_eager = true} starts without CUDA graphs,
-    {max_num_seqs = 64} limits the samples decoded at a time (default: rollout.max_groups × sampling.group_size)."""
+    """More of vLLM's AsyncEngineArgs: {enforce_eager = true} starts without CUDA graphs, {max_num_seqs = 64} limits the
+    samples decoded at a time (default: rollout.max_groups × sampling.group_size)."""
 
 
 class RolloutSettings(Section):
@@ -95,10 +94,10 @@ class RolloutSettings(Section):
     replicas: PositiveInt = Field(default=1)
     """Replicas that `penstock up` starts."""
     nodes: PositiveInt = Field(default=1)
-    """Hosts per replica, for a model that does not fit on one host (vLLM only). Start the service on each; they share
+    """Hosts per replica, for a model that does not fit on one (vLLM only). Start the service on each; they share
     rollout.vllm.tensor_parallel_size equally."""
     node: NonNegativeInt = Field(default=0)
-    """Index of this host among rollout.nodes. Host 0 is the replica; the others hold workers of its engine."""
+    """Index of this host among rollout.nodes. Host 0 is the replica."""
     rendezvous: str = Field(default="", pattern=r"^$|^.+:[0-9]+$")
     """`host:port` on the first of several hosts at which the others join; without a password."""
     secret_file: OptionalPath = Field(default=None)
@@ -112,8 +111,7 @@ class RolloutSettings(Section):
     """GPU indices for the replicas, in turn, among those in CUDA_VISIBLE_DEVICES. Used by `penstock up`; empty: every
     replica sees all GPUs."""
     engines_per_gpu: Literal["auto", 1, 2, 3, 4, 5, 6, 7, 8] = Field(default=1)
-    """vLLM engines of one replica on its GPU. A single one leaves the GPU mostly idle below about 7B. `auto`: 1 to 3,
-    by how busy the GPU is in a trial at the start."""
+    """vLLM engines of one replica on its GPU. `auto`: 1 to 3, by how busy the GPU is in a trial at the start."""
     vllm: VllmSettings = Field(default=VllmSettings())
     """vLLM, where it generates."""
 

@@ -59,14 +59,14 @@ class RuleSettings(Section):
     positive (clip, gspo). For cispo, high is the largest weight − 1. A third number, more than 1, bounds the ratio where
     the advantage is negative (dual clip; clip)."""
     proximal: Literal["behavior", "recomputed", "log_linear"] = Field(default="behavior")
-    """Where the clipped ratio starts: behavior logprobs, those of the weights before this step (one more forward
-    pass), or an interpolation of behavior and policy by lag."""
+    """Where the clipped ratio starts: behavior logprobs, those before this step (one more forward pass), or an
+    interpolation by lag."""
     correction: Literal[
         "ratio", "none", "ignored", "token_tis", "sequence_tis", "token_mask", "sequence_mask", "geometric_mask"
     ] = Field(default="ratio")
     """Correction for samples of another policy: the loss's own ratio to behavior logprobs (`ratio`), a weight truncated
-    at the end of correction_band, or a mask that drops what is outside the band. `ignored`: none although samples may
-    be off-policy."""
+    at the end of correction_band, or a mask of what is outside the band. `ignored`: none although samples may be
+    off-policy."""
     correction_band: tuple[NonNegativeFloat, PositiveFloat] = Field(default=(0.5, 2.0))
     """Ratios that count, [low, high]: weights are truncated at high; masks drop what is outside."""
     aggregation: Literal["token", "sequence", "constant"] = Field(default="token")
@@ -87,7 +87,7 @@ class RuleSettings(Section):
     epochs: Annotated[int, Field(ge=1, le=8)] = Field(default=1)
     """Passes over a batch."""
     minibatches: Annotated[int, Field(ge=1)] = Field(default=1)
-    """Optimizer updates per epoch, each on its share of the groups (drawn by run.seed and the step)."""
+    """Optimizer updates per epoch, each on its share of the groups."""
     entropy_bonus: NonNegativeFloat = Field(default=0.0)
     """Coefficient of the policy's entropy (nats per token) in the objective."""
     dpo_beta: PositiveFloat = Field(default=0.1)
@@ -96,19 +96,19 @@ class RuleSettings(Section):
     """Weight of the teacher: this times (log teacher − log policy) is added to the advantage of each token; 0: no
     teacher."""
     distillation_skew: float = Field(default=0.0, ge=0.0, lt=1.0)
-    """Share of the policy itself in what it is compared with, (1 − skew) × teacher + skew × policy: bounds what a token
-    costs that the teacher finds impossible. 0: the teacher alone."""
+    """Compare with (1 − skew) × teacher + skew × policy, which bounds what a token costs that the teacher finds
+    impossible. 0: the teacher alone."""
     distillation_top_k: int = Field(default=0, ge=0, le=64)
-    """How many of its most probable tokens a teacher gives at each position, over which the KL from teacher to policy
-    is added to the loss instead of an advantage. 0: only the logprob of the sampled token."""
+    """Most probable tokens of the teacher at each position, over which the KL from teacher to policy is added to the
+    loss instead of an advantage. 0: only the sampled token's logprob."""
     imitation: NonNegativeFloat = Field(default=0.0)
-    """Weight of the loss of demonstrations, trained in the same steps as problems: those datasets of data.path of which
-    every row has a completion. 0: completions are columns like any other."""
+    """Weight of the loss of demonstrations: those datasets of data.path of which every row has a completion. 0:
+    completions are columns like any other."""
     kl: KlSettings = Field(default=KlSettings())
     """A penalty on the distance to the reference."""
     reference: Literal["trainer", "reward"] = Field(default="trainer")
-    """Where the frozen initial policy is, if it is needed: on every rank of the `trainer` (free with policy.lora), or
-    in the `reward` service, whose logprobs travel with each group."""
+    """Where the frozen initial policy is, if needed: on every rank of the `trainer` (free with policy.lora), or in the
+    `reward` service."""
     critic: CriticSettings = Field(default=CriticSettings())
     """The critic that advantage = "gae" needs."""
 

@@ -76,7 +76,7 @@ class TrainerSettings(Section):
     nodes: PositiveInt = Field(default=1)
     """Hosts that train together, with trainer.ranks processes each. Start the trainer on each."""
     node: NonNegativeInt = Field(default=0)
-    """Index of this host among trainer.nodes. Host 0 leads: it uses the bus and serves weights."""
+    """Index of this host among trainer.nodes. Host 0 leads."""
     rendezvous: str = Field(default="", pattern=r"^$|^.+:[0-9]+$")
     """`host:port` on the first of several hosts at which the others join; without a password."""
     zero_stage: Literal[0, 1, 2, 3] = Field(default=1)
@@ -103,12 +103,11 @@ class TrainerSettings(Section):
     max_grad_norm: PositiveFloat = Field(default=1.0)
     """Global norm to which gradients are clipped."""
     micro_batch_tokens: PositiveInt = Field(default=16_384)
-    """Maximum tokens per forward pass and rank. A longer sample is not trained. A group's prompt counts once, or once
-    per sample if trainer.packing computes it so."""
+    """Maximum tokens per forward pass and rank. A longer sample is not trained. A group's prompt counts once, or per
+    sample with trainer.packing = "sequences"."""
     packing: Literal["auto", "rows", "sequences"] = Field(default="auto")
-    """How sequences pass through the model. `rows`: a group's prompt is computed once, its completions beside it.
-    `sequences`: each prompt and completion separately; exact for every causal model, slower. `auto`: rows if the
-    model's layers are known to keep them apart."""
+    """`rows`: a group's prompt is computed once. `sequences`: each prompt and completion separately; exact for every
+    causal model, slower. `auto`: rows if the model's layers are known to keep them apart."""
     kernels: Literal["auto", "torch", "liger"] = Field(default="auto")
     """Norms, rotary embeddings and gated MLPs on a GPU: by torch (then also logprobs and attention), or by Liger's
     fused kernels (extra fused-kernels). `auto`: Liger's if installed and if they know the model."""
@@ -117,21 +116,20 @@ class TrainerSettings(Section):
     vLLM; `float32`: exact logprobs, where the others are rounded (docs/algorithms.md)."""
     gradient_checkpointing: Literal["auto"] | bool = Field(default="auto")
     """Recompute each layer's activations in the backward pass: less memory, a third more work. `auto`: on a GPU, in as
-    many layers as its memory requires, by what earlier steps needed."""
+    many layers as its memory requires."""
     offload: Literal["none", "optimizer", "all"] = Field(default="none")
-    """What is kept in the host's memory between uses: the optimizer's state (zero_stage 1 to 3), or weights too
-    (zero_stage 3)."""
+    """Keep in the host's memory between uses: the optimizer's state (zero_stage 1 to 3), or weights too (zero_stage
+    3)."""
     deepspeed: dict[str, Any] = Field(default={})
-    """More DeepSpeed settings: of communication, buckets, memory and diagnosis. Others are refused, because they would
-    change shards, or are decided by other settings."""
+    """More DeepSpeed settings, of communication, buckets, memory and diagnosis. Others are refused."""
     checkpoint_every_steps: PositiveInt = Field(default=20)
     """Steps between checkpoints. The journal replays the steps after the newest."""
     keep_last: PositiveInt = Field(default=2)
-    """Newest checkpoints that are kept, in the run's folder and in trainer.store, besides pinned ones. With 2 or
-    more, a damaged newest one costs no step."""
+    """Newest checkpoints that are kept, in the run's folder and in trainer.store, besides pinned ones. With 2, a
+    damaged newest one costs no step."""
     signing_key_file: OptionalPath = Field(default=None)
-    """File with a secret key of the run, at least 32 characters, that signs each checkpoint; unsigned ones are then
-    refused. Several keys, one per line: the first signs, all are accepted."""
+    """File with a secret key, at least 32 characters, that signs each checkpoint; unsigned ones are refused. Several
+    keys, one per line: the first signs, all are accepted."""
     store: StoreSettings = Field(default=StoreSettings())
     """Object storage that checkpoints are copied to."""
     max_skipped_steps: ClassVar[int] = 3
