@@ -35,7 +35,7 @@ class SamplingSettings(Section):
     top_k: Annotated[int, Field(ge=0, le=MOST_KEPT)] = Field(default=0)
     """Draw from this many most probable tokens, at most 256; 0: from all, or from 256 with top_p or min_p."""
     min_p: Annotated[float, Field(ge=0, lt=1)] = Field(default=0.0)
-    """Draw from tokens of at least this probability, relative to the most probable one; 0: from all."""
+    """Draw from tokens of at least this probability, relative to the highest; 0: from all."""
     min_new_tokens: NonNegativeInt = Field(default=0)
     """Tokens before which a completion does not end by itself."""
     stop: tuple[Annotated[str, Field(min_length=1, max_length=256)], ...] = Field(default=())
@@ -101,7 +101,7 @@ class RolloutSettings(Section):
     rendezvous: str = Field(default="", pattern=r"^$|^.+:[0-9]+$")
     """`host:port` on the first of several hosts at which the others join; without a password."""
     secret_file: OptionalPath = Field(default=None)
-    """File whose first line is a secret by which the first of several hosts recognizes the others' workers."""
+    """File whose first line is the secret of the workers of several hosts."""
     engine: Literal["auto", "vllm", "transformers", "scripted"] = Field(default="auto")
     """Engine that generates: vLLM, Hugging Face transformers, or a script for tests. `auto`: vLLM if it is installed
     and there is a GPU, else transformers."""
@@ -150,7 +150,7 @@ class EpisodesSettings(Section):
     openenv: str = Field(default="", pattern=r"^$|^https?://[^/@\s]+")
     """URL of an OpenEnv server, whose environment takes the place of `environment`."""
     executor: Literal["", "stdlib", "numpy"] = Field(default="")
-    """Interpreter of the tool `python`, an episode's session of the code executor (docs/sandbox.md); empty: no such tool."""
+    """Interpreter of the tool `python` in the code executor; empty: no such tool."""
     agent: str = Field(default="", pattern=rf"^$|{_OBJECT}")
     """`package.module:function` of an agent, which asks the policy over HTTP."""
     agent_url: str = Field(default="", pattern=r"^$|^https?://[^\s@/?#][^\s@]*$")

@@ -40,7 +40,7 @@ class CriticSettings(Section):
     warmup_steps: NonNegativeInt = Field(default=0)
     """Steps at the start in which only the critic learns."""
     decay: Annotated[float, Field(ge=0, le=1)] = Field(default=0.95)
-    """Decay λ of generalized advantages. 1: returns minus values; lower: less variance, more trust in the critic."""
+    """Decay λ of generalized advantages; lower: less variance, more trust in the critic."""
 
 
 Below1 = Annotated[float, Field(gt=0, lt=1)]
@@ -77,7 +77,7 @@ class RuleSettings(Section):
     sample itself out, maxrl divides by the mean), over the batch (reinforce_pp), by a critic (gae), or by your own
     `package.module:function`. none: distillation alone."""
     credit: Literal["episode", "turns"] = Field(default="episode")
-    """What an advantage is of: the whole `episode`, or each of its `turns`, by the rewards from it on (with advantage =
+    """An advantage is of the whole `episode`, or of each of its `turns`, by the rewards from it on (with advantage =
     "rloo")."""
     discount: Annotated[float, Field(gt=0, le=1)] = Field(default=1.0)
     """With credit = "turns": what a reward counts one turn before."""
@@ -93,8 +93,7 @@ class RuleSettings(Section):
     dpo_beta: PositiveFloat = Field(default=0.1)
     """With loss = "dpo": how strongly the reference holds the policy."""
     distillation: NonNegativeFloat = Field(default=0.0)
-    """Weight of the teacher: this times (log teacher − log policy) is added to the advantage of each token; 0: no
-    teacher."""
+    """Weight of (log teacher − log policy), which is added to each token's advantage; 0: no teacher."""
     distillation_skew: float = Field(default=0.0, ge=0.0, lt=1.0)
     """Compare with (1 − skew) × teacher + skew × policy, which bounds what a token costs that the teacher finds
     impossible. 0: the teacher alone."""

@@ -54,13 +54,13 @@ class RunSettings(Section):
     """What this run is."""
 
     id: str = Field(default="", max_length=64)
-    """Name of the run on the bus and of its folder. Empty: made from the file's name and the time."""
+    """Name of the run and its folder. Empty: made from the file's name and the time."""
     folder: Path = Field(default=Path("runs"))
     """Folder in which run folders are created; a run writes to `<folder>/<id>/`."""
     steps: PositiveInt = Field(default=100)
     """Optimizer steps of the run."""
     gpu_hours: Annotated[float, Field(ge=0, le=1e9)] = Field(default=0.0)
-    """GPU-hours after which the run pauses, counted while trainer and replicas hold GPUs; 0: no limit."""
+    """GPU-hours after which the run pauses; 0: no limit."""
     seed: NonNegativeInt = Field(default=0)
     """Seed of the dataset order, of sampling and of the trainer."""
     host: str = Field(default="", pattern=r"^[0-9A-Za-z_.-]*$")
@@ -85,7 +85,7 @@ class BusSettings(Section):
     """URL of the Redis or Valkey server: redis://, rediss://, unix://, redis+sentinel:// or redis+cluster://, or
     `embedded` (a Valkey of its own in the run's folder). Give a URL with a password by PENSTOCK__BUS__URL."""
     drain_s: NonNegativeFloat = Field(default=20.0)
-    """Seconds that a service may take to finish its work when it is stopped; the rest returns to the bus."""
+    """Seconds that a stopped service may take to finish its work; the rest returns to the bus."""
 
 
 class DataSettings(Section):
@@ -116,12 +116,12 @@ class DataSettings(Section):
     shuffle: bool = Field(default=True)
     """Whether each epoch has a new order, drawn from run.seed."""
     curriculum: bool = Field(default=False)
-    """Whether problems are drawn by the signal of their last groups, p(1 − p), instead of epoch by epoch."""
+    """Whether problems are drawn by the signal of their last groups instead of epoch by epoch."""
     filter: str = Field(default="")
     """Condition of training rows, over their columns and `prompt_characters`: `level <= 3 and source != "web"`. Empty:
     all rows."""
     system: str = Field(default="")
-    """System message of prompts that have none; a text becomes the user's message. Empty: prompts stay as they are."""
+    """System message of prompts that have none; a text becomes the user's message."""
     chat_template: dict[str, Any] = Field(default={})
     """Arguments of the tokenizer's chat template, such as { enable_thinking = false } or { tools = [{…}] }."""
 

@@ -62,7 +62,7 @@ class StoreSettings(Section):
     uri: str = Field(default="", pattern=r"^$|^s3://[^/@]+(/.*)?$")
     """`s3://bucket/prefix` in S3 or a compatible store; this run uses `<prefix>/<run id>/`. Empty: no copies."""
     endpoint: str = Field(default="", pattern=r"^$|^https?://[^@]+$")
-    """URL of a server that is not AWS's; empty: as AWS's own tools find it, like region (AWS_REGION) and credentials."""
+    """URL of a server that is not AWS's; empty: as AWS's own tools find it."""
     counts: Literal["stored", "written"] = Field(default="stored")
     """When a checkpoint counts, so that the journal before it is dropped: once it is `stored`, or once it is `written`
     to the run's folder, which must then outlive the machine."""
@@ -85,7 +85,7 @@ class TrainerSettings(Section):
     """GPU indices for the ranks, one each, among those in CUDA_VISIBLE_DEVICES. Used by `penstock up`; empty: every rank
     sees all GPUs."""
     optimizer: Literal["adamw", "adamw_8bit"] = Field(default="adamw")
-    """AdamW, or AdamW with its two moments in 8 bits each (bitsandbytes): a quarter of their memory."""
+    """AdamW, or AdamW with its moments in 8 bits (bitsandbytes): a quarter of their memory."""
     learning_rate: NonNegativeFloat = Field(default=1e-6)
     """Peak learning rate."""
     warmup_steps: NonNegativeInt = Field(default=0)
@@ -97,7 +97,7 @@ class TrainerSettings(Section):
     adam_betas: tuple[Beta, Beta] = Field(default=(0.9, 0.999))
     """AdamW's decay rates of the first and the second moment."""
     adam_eps: PositiveFloat = Field(default=1e-8)
-    """What AdamW adds to the root of the second moment. Gradients far below it move no weight."""
+    """What AdamW adds to the root of the second moment."""
     weight_decay: NonNegativeFloat = Field(default=0.0)
     """AdamW's weight decay, of matrices and embeddings: norms, biases and other vectors have none."""
     max_grad_norm: PositiveFloat = Field(default=1.0)

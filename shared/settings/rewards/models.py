@@ -24,7 +24,7 @@ class TeacherSettings(Section):
     name: str = Field(pattern=r"^[a-z_][a-z0-9_]*$")
     """Name in `data.teacher_field` and in metrics."""
     model: str = Field(min_length=1)
-    """Teacher: a folder in Hugging Face form, or a hub name; with `url`, its name at the endpoint."""
+    """A folder in Hugging Face form, or a hub name; with `url`, its name at the endpoint."""
     url: str = Field(default="", pattern=r"^(https?://[^@\s]+)?$")
     """Base URL of a vLLM server that holds the teacher, such as http://teacher:8000/v1, without a user or password.
     Empty: the reward service holds it."""
@@ -58,7 +58,7 @@ class ModelScorer(OpinionScorer):
     """Output layer. `classifier`: the model's own class for sequence classification; `scalar`: its trunk with a linear
     layer of the checkpoint (`score`, `v_head`, `value_head`, …), read at the last token."""
     label: str = Field(default="")
-    """Output that is the value, by name or number; may be empty if there is only one."""
+    """Output that is the value, by name or number; empty: the only one."""
     value: Literal["logit", "probability"] = Field(default="logit")
     """The output itself (`logit`), or its `probability`: the sigmoid of a single output, the softmax of several."""
     template: str = Field(default="auto")

@@ -133,7 +133,7 @@ class CodeScorer(BaseScorer):
     credit: Literal["all", "share"] = Field(default="all")
     """Value of a program: 1 if it passes `all` tests, else 0; or the `share` of tests that it passes."""
     needs_block: bool = Field(default=True)
-    """Whether a completion without a fenced block is `wrong_format`; otherwise its whole text is the program."""
+    """Whether a completion without a fenced block is `wrong_format`; else its whole text is the program."""
     preset: Literal["own", "livecodebench"] = Field(default="own")
     """`livecodebench`: the program and standard outputs as that benchmark reads and compares them (docs/rewards.md)."""
     tolerance: NonNegativeFloat = Field(default=0.0)
