@@ -58,8 +58,8 @@ class BatchSettings(Section):
     dynamic_sampling: bool = Field(default=False)
     """Whether groups with equal rewards are dropped on arrival (`dropped:no_signal`) and replaced."""
     filter: str = Field(default="")
-    """Your own function of a group, `package.module:function`, that returns whether it is trained; others are dropped
-    and replaced. Empty: all groups."""
+    """Your own function, `package.module:function`, that returns whether a group is trained; others are replaced.
+    Empty: all groups."""
 
 
 class AlgorithmSettings(RuleSettings, BatchSettings):

@@ -67,9 +67,8 @@ class WeightsSettings(Section):
     keep: ClassVar[int] = 4
     """Newest snapshots that are kept on disk."""
     lora: Literal["auto", "adapter", "merged"] = Field(default="auto")
-    """With policy.lora, what is published: the `adapter` alone, by file in weights.folder, which trainer and replicas
-    must share (vLLM only), or whole weights with the adapter `merged`, by weights.transport. `auto`: the adapter
-    if rollout.engine is "vllm"."""
+    """With policy.lora, publish the `adapter` alone, by file in weights.folder (vLLM only), or whole weights with the
+    adapter `merged`, by weights.transport. `auto`: the adapter if rollout.engine is "vllm"."""
 
 
 class FabricSettings(Section):

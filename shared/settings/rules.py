@@ -23,8 +23,7 @@ class KlSettings(Section):
     coefficient: NonNegativeFloat = Field(default=0.0)
     """Cost of a nat; 0: no penalty, and no reference is held."""
     estimator: Literal["k1", "k2", "k3"] = Field(default="k3")
-    """Estimator per token. In a reward: k1. In a loss: k2 or k3; k1 is refused there, as its gradient is noise around
-    0."""
+    """Estimator per token. In a reward: k1. In a loss: k2 or k3."""
     where: Literal["loss", "reward"] = Field(default="loss")
     """Added to the `loss` of each token, or subtracted from the `reward` (of each token for gae and reinforce_pp,
     else summed over the sample before the group is compared)."""
@@ -55,23 +54,22 @@ class RuleSettings(Section):
     """Loss: PPO's clipped ratio per token, the same per sequence (gspo), a clipped weight (cispo), plain policy
     gradient, preferences (dpo), demonstrations (cross_entropy), or your own function, `package.module:function`."""
     clip: tuple[Below1, PositiveFloat] | tuple[Below1, PositiveFloat, Over1] = Field(default=(0.2, 0.2))
-    """[low, high]: the ratio is clipped at 1 − low where the advantage is negative, and at 1 + high where it is
-    positive (clip, gspo). For cispo, high is the largest weight − 1. A third number, more than 1, bounds the ratio where
-    the advantage is negative (dual clip; clip)."""
+    """[low, high]: the ratio is clipped at 1 − low for negative advantages, and at 1 + high for positive ones (clip,
+    gspo). For cispo, high is the largest weight − 1. A third number, more than 1, bounds the ratio for negative
+    advantages (dual clip; clip)."""
     proximal: Literal["behavior", "recomputed", "log_linear"] = Field(default="behavior")
     """Where the clipped ratio starts: behavior logprobs, those before this step (one more forward pass), or an
     interpolation by lag."""
     correction: Literal[
         "ratio", "none", "ignored", "token_tis", "sequence_tis", "token_mask", "sequence_mask", "geometric_mask"
     ] = Field(default="ratio")
-    """Correction for samples of another policy: the loss's own ratio to behavior logprobs (`ratio`), a weight truncated
-    at the end of correction_band, or a mask of what is outside the band. `ignored`: none although samples may be
-    off-policy."""
+    """For samples of another policy: the loss's own ratio to behavior logprobs (`ratio`), a weight truncated at the end
+    of correction_band, or a mask of what is outside the band. `ignored`: none although samples may be off-policy."""
     correction_band: tuple[NonNegativeFloat, PositiveFloat] = Field(default=(0.5, 2.0))
     """Ratios that count, [low, high]: weights are truncated at high; masks drop what is outside."""
     aggregation: Literal["token", "sequence", "constant"] = Field(default="token")
     """Policy loss of a batch: the mean over its tokens, over its samples' means, or the sum over samples ×
-    max_new_tokens. KL and entropy bonus are means over tokens."""
+    max_new_tokens."""
     advantage: str = Field(default="grpo")
     """How rewards become advantages: within the group (grpo divides by its deviation, dr_grpo does not, rloo leaves the
     sample itself out, maxrl divides by the mean), over the batch (reinforce_pp), by a critic (gae), or by your own
@@ -98,8 +96,8 @@ class RuleSettings(Section):
     """Compare with (1 − skew) × teacher + skew × policy, which bounds what a token costs that the teacher finds
     impossible. 0: the teacher alone."""
     distillation_top_k: int = Field(default=0, ge=0, le=64)
-    """Most probable tokens of the teacher at each position, over which the KL from teacher to policy is added to the
-    loss instead of an advantage. 0: only the sampled token's logprob."""
+    """The teacher's most probable tokens at each position, over which the KL is added to the loss instead of an
+    advantage. 0: only the sampled token's logprob."""
     imitation: NonNegativeFloat = Field(default=0.0)
     """Weight of the loss of demonstrations: those datasets of data.path of which every row has a completion. 0:
     completions are columns like any other."""

@@ -64,11 +64,10 @@ class RunSettings(Section):
     seed: NonNegativeInt = Field(default=0)
     """Seed of the dataset order, of sampling and of the trainer."""
     host: str = Field(default="", pattern=r"^[0-9A-Za-z_.-]*$")
-    """Address of this machine for others (/metrics, weights). Empty: `POD_IP`, else the
-    address from which this machine reaches the bus. Set it per machine, by a flag or PENSTOCK__RUN__HOST."""
+    """Address of this machine for others. Empty: `POD_IP`, else the address from which it reaches the bus. Set it per
+    machine, by a flag or PENSTOCK__RUN__HOST."""
     metrics_port: Annotated[int, Field(ge=0, le=65_535)] = Field(default=0)
-    """Port of /metrics, /healthz and /readyz; 0: any free port. `penstock up` gives its services this port and the
-    following ones."""
+    """Port of /metrics, /healthz and /readyz, with `penstock up` the first of its services'; 0: any free port."""
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto")
     """Device of the models: `auto` (a GPU if there is one), `cpu` or `cuda`."""
     threads: NonNegativeInt = Field(default=0)

@@ -64,8 +64,8 @@ class StoreSettings(Section):
     endpoint: str = Field(default="", pattern=r"^$|^https?://[^@]+$")
     """URL of a server that is not AWS's; empty: as AWS's own tools find it."""
     counts: Literal["stored", "written"] = Field(default="stored")
-    """When a checkpoint counts, so that the journal before it is dropped: once it is `stored`, or once it is `written`
-    to the run's folder, which must then outlive the machine."""
+    """When a checkpoint counts: once it is `stored`, or once it is `written` to the run's folder, which must then
+    outlive the machine."""
 
 
 class TrainerSettings(Section):
@@ -107,7 +107,7 @@ class TrainerSettings(Section):
     sample with trainer.packing = "sequences"."""
     packing: Literal["auto", "rows", "sequences"] = Field(default="auto")
     """`rows`: a group's prompt is computed once. `sequences`: each prompt and completion separately; exact for every
-    causal model, slower. `auto`: rows if the model's layers are known to keep them apart."""
+    causal model, slower. `auto`: rows if the model's layers are known."""
     kernels: Literal["auto", "torch", "liger"] = Field(default="auto")
     """Norms, rotary embeddings and gated MLPs on a GPU: by torch (then also logprobs and attention), or by Liger's
     fused kernels (extra fused-kernels). `auto`: Liger's if installed and if they know the model."""

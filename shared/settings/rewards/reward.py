@@ -17,13 +17,13 @@ class ExecutorSettings(Section):
     address: str = Field(default="", pattern=r"^(|unix:/.+|[^/:]+:\d+|\[[0-9a-fA-F:]+\]:\d+)$")
     """Address of the executor: `unix:/path` or `host:port`. Empty: `penstock up` starts one if a scorer or tool needs it."""
     secret_file: OptionalPath = Field(default=None)
-    """File, readable by its user alone, whose first line the executor and its clients prove to each other that they know.
-    Required if `address` is neither a Unix socket nor loopback."""
+    """File, readable by its user alone, whose first line is the secret of the executor and its clients. Required if
+    `address` is neither a Unix socket nor loopback."""
     isolation: Literal["auto", "namespace", "landlock", "unsafe"] = Field(default="auto")
     """`auto`: the strongest of namespace and landlock that works on this host, else the start is refused. `unsafe`
     isolates nothing; use it only for code that you wrote."""
     slots: NonNegativeInt = Field(default=0)
-    """Most programs that run at a time; 0, or more than there are cores: one per core, or fewer if a control group limits CPU time."""
+    """Most programs that run at a time; 0: one per core, or fewer if a control group limits CPU time."""
     interpreter: str = Field(default="")
     """Python that runs the programs; empty: the one that runs Penstock."""
 
