@@ -108,8 +108,8 @@ class RolloutSettings(Section):
     max_groups: PositiveInt = Field(default=16)
     """Groups whose samples one replica generates at a time: max_groups × sampling.group_size samples, of any groups."""
     gpus: tuple[NonNegativeInt, ...] = Field(default=())
-    """GPU indices for the replicas, in turn, among those in CUDA_VISIBLE_DEVICES. Used by `penstock up`; empty: every
-    replica sees all GPUs."""
+    """GPU indices for the replicas, in turn, among those in CUDA_VISIBLE_DEVICES, under `penstock up`.
+    Empty: all."""
     engines_per_gpu: Literal["auto", 1, 2, 3, 4, 5, 6, 7, 8] = Field(default=1)
     """vLLM engines of one replica on its GPU. `auto`: 1 to 3, by how busy the GPU is in a trial at the start."""
     vllm: VllmSettings = Field(default=VllmSettings())

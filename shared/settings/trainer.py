@@ -82,8 +82,8 @@ class TrainerSettings(Section):
     zero_stage: Literal[0, 1, 2, 3] = Field(default=1)
     """DeepSpeed ZeRO stage. Ranks share nothing (0), the optimizer's state (1), gradients too (2), weights too (3)."""
     gpus: tuple[NonNegativeInt, ...] = Field(default=())
-    """GPU indices for the ranks, one each, among those in CUDA_VISIBLE_DEVICES. Used by `penstock up`; empty: every rank
-    sees all GPUs."""
+    """GPU indices for the ranks, one each, among those in CUDA_VISIBLE_DEVICES, under `penstock up`.
+    Empty: all."""
     optimizer: Literal["adamw", "adamw_8bit"] = Field(default="adamw")
     """AdamW, or AdamW with its moments in 8 bits (bitsandbytes): a quarter of their memory."""
     learning_rate: NonNegativeFloat = Field(default=1e-6)

@@ -45,8 +45,8 @@ class RewardSettings(Section):
     models: ModelsSettings = Field(default=ModelsSettings())
     """Where reward models, the reference and teachers run."""
     gpus: tuple[NonNegativeInt, ...] = Field(default=())
-    """GPU indices for the replicas, in turn, among those in CUDA_VISIBLE_DEVICES. Used by `penstock up`; empty: every
-    replica sees all GPUs."""
+    """GPU indices for the replicas, in turn, among those in CUDA_VISIBLE_DEVICES, under `penstock up`.
+    Empty: all."""
     executor: ExecutorSettings = Field(default=ExecutorSettings())
     """The process that runs model-written code."""
 
