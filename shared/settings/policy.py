@@ -51,7 +51,7 @@ class WeightsSettings(Section):
     """Where the two copies are that replicas pull from. `whole`: on the GPU of the trainer's rank 0. `sharded`: over
     all ranks, for a policy that fits on no GPU."""
     deadline_s: PositiveFloat = Field(default=30.0)
-    """Longest wait of a pull, in seconds; then the next source is tried."""
+    """Longest wait for an answer, a peer or a bucket, in seconds; then the next source is tried."""
     kv: Literal["keep", "recompute"] = Field(default="keep")
     """At new weights, whether running completions keep their key-value cache or recompute it."""
     update: Literal["inflight", "drain"] = Field(default="inflight")

@@ -104,7 +104,7 @@ class TrainerSettings(Section):
     """Global norm to which gradients are clipped."""
     micro_batch_tokens: PositiveInt = Field(default=16_384)
     """Maximum tokens per forward pass and rank. A longer sample is not trained. A group's prompt counts once, or per
-    sample with trainer.packing = "sequences"."""
+    sample where trainer.packing computes it so."""
     packing: Literal["auto", "rows", "sequences"] = Field(default="auto")
     """`rows`: a group's prompt is computed once. `sequences`: each prompt and completion separately; exact for every
     causal model, slower. `auto`: rows if the model's layers are known."""
