@@ -51,17 +51,15 @@ class BatchSettings(Section):
     groups_per_step: PositiveInt = Field(default=32)
     """Groups per optimizer step, each of sampling.group_size samples."""
     max_lag: NonNegativeInt = Field(default=1)
-    """Maximum lag of a sample, in steps; 0: synchronous. At most (max_lag + 1) × groups_per_step groups are in
-    flight."""
+    """Maximum lag of a sample, in steps; 0: synchronous. (max_lag + 1) × groups_per_step groups are in flight."""
     on_stale: Literal["drop", "requeue", "mask", "wait"] = Field(default="drop")
-    """What happens to a sample with a token over max_lag: it is not trained (`drop`), it is generated again
-    (`requeue`), or its tokens up to the last one over max_lag are not trained (`mask`). `wait`: a step waits up to ten
-    minutes for groups admitted earlier."""
+    """A sample with a token over max_lag is not trained (`drop`), is generated again (`requeue`), or is trained after
+    its last such token (`mask`). `wait`: a step waits up to ten minutes for groups admitted earlier."""
     dynamic_sampling: bool = Field(default=False)
     """Whether groups with equal rewards are dropped on arrival (`dropped:no_signal`) and replaced."""
     filter: str = Field(default="")
-    """Your own function of a group, `package.module:function`, that returns whether it is trained; others are dropped
-    on arrival (`dropped:filtered`) and replaced. Empty: all groups."""
+    """Your own function, `package.module:function`, that returns whether a group is trained; others are replaced.
+    Empty: all groups."""
 
 
 class AlgorithmSettings(RuleSettings, BatchSettings):

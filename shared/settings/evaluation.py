@@ -62,7 +62,7 @@ class EvaluationSettings(Section):
     problems: PositiveInt | dict[str, PositiveInt] = Field(default=_DEFAULTS.problems)
     """Problems of an evaluation; the first and the last one take all."""
     samples: PositiveInt | dict[str, PositiveInt] = Field(default=_DEFAULTS.samples)
-    """Completions per problem; accuracy is the mean share of correct ones. Several give pass@k for k = 2, 4, 8, …"""
+    """Completions per problem. Several give pass@k for k = 2, 4, 8, …"""
     temperature: NonNegativeFloat | dict[str, NonNegativeFloat] = Field(default=_DEFAULTS.temperature)
     """Sampling temperature, at least 0.01; 0: greedy, which needs samples = 1."""
     correct_above: float | dict[str, float] = Field(default=_DEFAULTS.correct_above)

@@ -27,11 +27,10 @@ class PlacementSettings(Section):
 
     mode: Literal["separate", "shared"] = Field(default="separate")
     """`separate`: trainer and replicas have devices of their own. `shared`: trainer rank i and replica i use the same
-    device in turn (a tensor parallel replica those of as many ranks), and models of the reward service that of rank 0,
-    unless they have their own."""
+    device in turn, and models of the reward service that of rank 0, unless they have their own."""
     rung: Literal["auto", 0, 1, 2, 3, 4] = Field(default="auto")
-    """What is freed at a switch, with `shared`, from nothing (0) to the trainer's weights (4) (docs/placement.md).
-    `auto`: the lowest that fits into memory, by measured sizes; vLLM on a CPU supports only 0."""
+    """What is freed at a switch, from nothing (0) to the trainer's weights (4) (docs/placement.md). `auto`: the lowest
+    that fits into memory; vLLM on a CPU supports only 0."""
 
 
 def moved_and_staying(sizes: Sequence[float], needed_bytes: float) -> tuple[list[int], list[int]]:

@@ -45,13 +45,13 @@ class WeightsSettings(Section):
     """How policy versions reach the replicas."""
 
     transport: Literal["pull", "file"] = Field(default="pull")
-    """How versions reach the replicas. `pull`: over the network, from the trainer's memory and from one another,
-    while generation continues. `file`: safetensors on storage that trainer and replicas share."""
+    """How versions reach the replicas. `pull`: over the network, from the trainer and from one another. `file`:
+    safetensors on storage that trainer and replicas share."""
     snapshots: Literal["whole", "sharded"] = Field(default="whole")
-    """Where the two copies are that replicas pull from. `whole`: on the GPU of the trainer's rank 0. `sharded`: each
-    rank has a share, which a policy needs that fits on no GPU."""
+    """Where the two copies are that replicas pull from. `whole`: on the GPU of the trainer's rank 0. `sharded`: over
+    all ranks, for a policy that fits on no GPU."""
     deadline_s: PositiveFloat = Field(default=30.0)
-    """Longest wait of a pull for an answer, a peer or a bucket, in seconds; then the next source is tried."""
+    """Longest wait for an answer, a peer or a bucket, in seconds; then the next source is tried."""
     kv: Literal["keep", "recompute"] = Field(default="keep")
     """At new weights, whether running completions keep their key-value cache or recompute it."""
     update: Literal["inflight", "drain"] = Field(default="inflight")
@@ -60,21 +60,19 @@ class WeightsSettings(Section):
     """Where a replica receives weights: in a second copy (`full`), or bucket by bucket in the live ones while
     generation is held (`bucketed`). `auto`: full if it fits into memory."""
     probe_margin: PositiveFloat = Field(default=3.0)
-    """The guard `probe` trips where a replica's logprobs differ from the trainer's by more than this many times what
-    rounding changes in the trainer's own, on average. Raise it for an engine with quantized weights."""
+    """The guard `probe` trips where a replica's logprobs differ from the trainer's by more than this many times the
+    mean change by rounding. Raise it for an engine with quantized weights."""
     folder: OptionalPath = Field(default=None)
     """Folder of the snapshots. Empty: /dev/shm/penstock-<user>/<run id>-<hash of the run's folder>."""
     keep: ClassVar[int] = 4
     """Newest snapshots that are kept on disk."""
     lora: Literal["auto", "adapter", "merged"] = Field(default="auto")
-    """With policy.lora, what is published: the `adapter` alone, by file in weights.folder, which trainer and replicas
-    must share (vLLM only), or whole weights with the adapter `merged`, by weights.transport. `auto`: the adapter
-    if rollout.engine is "vllm"."""
+    """With policy.lora, publish the `adapter` alone, by file in weights.folder (vLLM only), or whole weights with the
+    adapter `merged`, by weights.transport. `auto`: the adapter if rollout.engine is "vllm"."""
 
 
 class FabricSettings(Section):
     """What connects GPUs of several pods or machines."""
 
     require: Literal["any", "rdma"] = Field(default="any")
-    """`rdma`: the trainer ends at its start if NCCL chose sockets between machines, as it does without an error if a
-    device, a library or locked memory is missing."""
+    """`rdma`: the trainer ends at its start if NCCL chose sockets between machines."""

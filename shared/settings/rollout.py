@@ -23,27 +23,26 @@ class SamplingSettings(Section):
     """How completions are drawn (docs/algorithms.md, "Truncated sampling")."""
 
     group_size: Annotated[int, Field(ge=2, le=4096)] = Field(default=16)
-    """Completions per prompt, 2 to 4096. The group is the baseline of its advantages. During the run it may grow to 4
-    times the file's value, and slots × group_size to 16 times."""
+    """Completions per prompt, 2 to 4096. During the run it may grow to 4 times the file's value, and slots × group_size
+    to 16 times."""
     max_new_tokens: PositiveInt = Field(default=256)
     """Maximum length of a completion, in tokens."""
     temperature: Annotated[float, Field(ge=LEAST_TEMPERATURE)] = Field(default=1.0)
     """Softmax temperature, at least 0.01. The trainer divides its logits by the same number."""
     top_p: Annotated[float, Field(gt=0, le=1)] = Field(default=1.0)
-    """Draw from the most probable tokens whose probabilities reach this sum, in training and in evaluations that
-    sample; 1: from all. The trainer computes logprobs over the tokens that could be drawn."""
+    """Draw from the most probable tokens whose probabilities reach this sum; 1: from all. The trainer computes logprobs
+    over the tokens that could be drawn."""
     top_k: Annotated[int, Field(ge=0, le=MOST_KEPT)] = Field(default=0)
     """Draw from this many most probable tokens, at most 256; 0: from all, or from 256 with top_p or min_p."""
     min_p: Annotated[float, Field(ge=0, lt=1)] = Field(default=0.0)
-    """Draw from tokens of at least this probability, relative to the most probable one; 0: from all."""
+    """Draw from tokens of at least this probability, relative to the highest; 0: from all."""
     min_new_tokens: NonNegativeInt = Field(default=0)
     """Tokens before which a completion does not end by itself."""
     stop: tuple[Annotated[str, Field(min_length=1, max_length=256)], ...] = Field(default=())
-    """Texts that end a completion, in training and evaluation, after min_new_tokens; it includes the text. Not special
-    tokens, which no text contains."""
+    """Texts that end a completion, after min_new_tokens; it includes the text. Not special tokens."""
     by_dataset: dict[str, dict[str, Any]] = Field(default={})
-    """Other values for the problems of a dataset of data.path: { "hard.jsonl" = { max_new_tokens = 512 } }. Each
-    setting of this table except group_size; max_new_tokens may only be lower."""
+    """Other values for a dataset of data.path: { "hard.jsonl" = { max_new_tokens = 512 } }. Each setting of this table
+    except group_size; max_new_tokens may only be lower."""
 
     @property
     def kept_tokens(self) -> int:
@@ -82,11 +81,11 @@ class VllmSettings(Section):
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = Field(default=0.85)
     """Share of the GPU's memory for vLLM, weights and key-value cache together."""
     max_model_len: NonNegativeInt = Field(default=0)
-    """Maximum length of prompt and completion together, in tokens; 0: the model's context. It also decides the factors
-    of a model with longrope, in the trainer too."""
+    """Maximum length of prompt and completion, in tokens; 0: the model's context. It also decides the factors of
+    longrope, in the trainer too."""
     arguments: dict[str, Any] = Field(default={})
-    """More of vLLM's AsyncEngineArgs, by their names: {enforce_eager = true} starts without CUDA graphs,
-    {max_num_seqs = 64} limits the samples decoded at a time (default: rollout.max_groups × sampling.group_size)."""
+    """More of vLLM's AsyncEngineArgs: {enforce_eager = true} starts without CUDA graphs, {max_num_seqs = 64} limits the
+    samples decoded at a time (default: rollout.max_groups × sampling.group_size)."""
 
 
 class RolloutSettings(Section):
@@ -95,25 +94,24 @@ class RolloutSettings(Section):
     replicas: PositiveInt = Field(default=1)
     """Replicas that `penstock up` starts."""
     nodes: PositiveInt = Field(default=1)
-    """Hosts per replica, for a model that does not fit on one host (vLLM only). Start the service on each; they share
+    """Hosts per replica, for a model that does not fit on one (vLLM only). Start the service on each; they share
     rollout.vllm.tensor_parallel_size equally."""
     node: NonNegativeInt = Field(default=0)
-    """Index of this host among rollout.nodes. Host 0 is the replica; the others hold workers of its engine."""
+    """Index of this host among rollout.nodes. Host 0 is the replica."""
     rendezvous: str = Field(default="", pattern=r"^$|^.+:[0-9]+$")
     """`host:port` on the first of several hosts at which the others join; without a password."""
     secret_file: OptionalPath = Field(default=None)
-    """File whose first line is a secret by which the first of several hosts recognizes the others' workers."""
+    """File whose first line is the secret of the workers of several hosts."""
     engine: Literal["auto", "vllm", "transformers", "scripted"] = Field(default="auto")
     """Engine that generates: vLLM, Hugging Face transformers, or a script for tests. `auto`: vLLM if it is installed
     and there is a GPU, else transformers."""
     max_groups: PositiveInt = Field(default=16)
     """Groups whose samples one replica generates at a time: max_groups × sampling.group_size samples, of any groups."""
     gpus: tuple[NonNegativeInt, ...] = Field(default=())
-    """GPU indices for the replicas, in turn, among those in CUDA_VISIBLE_DEVICES. Used by `penstock up`; empty: every
-    replica sees all GPUs."""
+    """GPU indices for the replicas, in turn, among those in CUDA_VISIBLE_DEVICES, under `penstock up`.
+    Empty: all."""
     engines_per_gpu: Literal["auto", 1, 2, 3, 4, 5, 6, 7, 8] = Field(default=1)
-    """vLLM engines of one replica on its GPU. A single one leaves the GPU mostly idle below about 7B. `auto`: 1 to 3,
-    by how busy the GPU is in a trial at the start."""
+    """vLLM engines of one replica on its GPU. `auto`: 1 to 3, by how busy the GPU is in a trial at the start."""
     vllm: VllmSettings = Field(default=VllmSettings())
     """vLLM, where it generates."""
 
@@ -152,7 +150,7 @@ class EpisodesSettings(Section):
     openenv: str = Field(default="", pattern=r"^$|^https?://[^/@\s]+")
     """URL of an OpenEnv server, whose environment takes the place of `environment`."""
     executor: Literal["", "stdlib", "numpy"] = Field(default="")
-    """Interpreter of the tool `python`, an episode's session of the code executor (docs/sandbox.md); empty: no such tool."""
+    """Interpreter of the tool `python` in the code executor; empty: no such tool."""
     agent: str = Field(default="", pattern=rf"^$|{_OBJECT}")
     """`package.module:function` of an agent, which asks the policy over HTTP."""
     agent_url: str = Field(default="", pattern=r"^$|^https?://[^\s@/?#][^\s@]*$")

@@ -23,8 +23,7 @@ class KlSettings(Section):
     coefficient: NonNegativeFloat = Field(default=0.0)
     """Cost of a nat; 0: no penalty, and no reference is held."""
     estimator: Literal["k1", "k2", "k3"] = Field(default="k3")
-    """Estimator per token. In a reward: k1. In a loss: k2 or k3; k1 is refused there, as its gradient is noise around
-    0."""
+    """Estimator per token. In a reward: k1. In a loss: k2 or k3."""
     where: Literal["loss", "reward"] = Field(default="loss")
     """Added to the `loss` of each token, or subtracted from the `reward` (of each token for gae and reinforce_pp,
     else summed over the sample before the group is compared)."""
@@ -40,7 +39,7 @@ class CriticSettings(Section):
     warmup_steps: NonNegativeInt = Field(default=0)
     """Steps at the start in which only the critic learns."""
     decay: Annotated[float, Field(ge=0, le=1)] = Field(default=0.95)
-    """Decay λ of generalized advantages. 1: returns minus values; lower: less variance, more trust in the critic."""
+    """Decay λ of generalized advantages; lower: less variance, more trust in the critic."""
 
 
 Below1 = Annotated[float, Field(gt=0, lt=1)]
@@ -55,29 +54,28 @@ class RuleSettings(Section):
     """Loss: PPO's clipped ratio per token, the same per sequence (gspo), a clipped weight (cispo), plain policy
     gradient, preferences (dpo), demonstrations (cross_entropy), or your own function, `package.module:function`."""
     clip: tuple[Below1, PositiveFloat] | tuple[Below1, PositiveFloat, Over1] = Field(default=(0.2, 0.2))
-    """[low, high]: the ratio is clipped at 1 − low where the advantage is negative, and at 1 + high where it is
-    positive (clip, gspo). For cispo, high is the largest weight − 1. A third number, more than 1, bounds the ratio where
-    the advantage is negative (dual clip; clip)."""
+    """[low, high]: the ratio is clipped at 1 − low for negative advantages, and at 1 + high for positive ones (clip,
+    gspo). For cispo, high is the largest weight − 1. A third number, more than 1, bounds the ratio for negative
+    advantages (dual clip; clip)."""
     proximal: Literal["behavior", "recomputed", "log_linear"] = Field(default="behavior")
-    """Where the clipped ratio starts: behavior logprobs, those of the weights before this step (one more forward
-    pass), or an interpolation of behavior and policy by lag."""
+    """Where the clipped ratio starts: behavior logprobs, those before this step (one more forward pass), or an
+    interpolation by lag."""
     correction: Literal[
         "ratio", "none", "ignored", "token_tis", "sequence_tis", "token_mask", "sequence_mask", "geometric_mask"
     ] = Field(default="ratio")
-    """Correction for samples of another policy: the loss's own ratio to behavior logprobs (`ratio`), a weight truncated
-    at the end of correction_band, or a mask that drops what is outside the band. `ignored`: none although samples may
-    be off-policy."""
+    """For samples of another policy: the loss's own ratio to behavior logprobs (`ratio`), a weight truncated at the end
+    of correction_band, or a mask of what is outside the band. `ignored`: none although samples may be off-policy."""
     correction_band: tuple[NonNegativeFloat, PositiveFloat] = Field(default=(0.5, 2.0))
     """Ratios that count, [low, high]: weights are truncated at high; masks drop what is outside."""
     aggregation: Literal["token", "sequence", "constant"] = Field(default="token")
     """Policy loss of a batch: the mean over its tokens, over its samples' means, or the sum over samples ×
-    max_new_tokens. KL and entropy bonus are means over tokens."""
+    max_new_tokens."""
     advantage: str = Field(default="grpo")
     """How rewards become advantages: within the group (grpo divides by its deviation, dr_grpo does not, rloo leaves the
     sample itself out, maxrl divides by the mean), over the batch (reinforce_pp), by a critic (gae), or by your own
     `package.module:function`. none: distillation alone."""
     credit: Literal["episode", "turns"] = Field(default="episode")
-    """What an advantage is of: the whole `episode`, or each of its `turns`, by the rewards from it on (with advantage =
+    """An advantage is of the whole `episode`, or of each of its `turns`, by the rewards from it on (with advantage =
     "rloo")."""
     discount: Annotated[float, Field(gt=0, le=1)] = Field(default=1.0)
     """With credit = "turns": what a reward counts one turn before."""
@@ -87,28 +85,27 @@ class RuleSettings(Section):
     epochs: Annotated[int, Field(ge=1, le=8)] = Field(default=1)
     """Passes over a batch."""
     minibatches: Annotated[int, Field(ge=1)] = Field(default=1)
-    """Optimizer updates per epoch, each on its share of the groups (drawn by run.seed and the step)."""
+    """Optimizer updates per epoch, each on its share of the groups."""
     entropy_bonus: NonNegativeFloat = Field(default=0.0)
     """Coefficient of the policy's entropy (nats per token) in the objective."""
     dpo_beta: PositiveFloat = Field(default=0.1)
     """With loss = "dpo": how strongly the reference holds the policy."""
     distillation: NonNegativeFloat = Field(default=0.0)
-    """Weight of the teacher: this times (log teacher − log policy) is added to the advantage of each token; 0: no
-    teacher."""
+    """Weight of (log teacher − log policy), which is added to each token's advantage; 0: no teacher."""
     distillation_skew: float = Field(default=0.0, ge=0.0, lt=1.0)
-    """Share of the policy itself in what it is compared with, (1 − skew) × teacher + skew × policy: bounds what a token
-    costs that the teacher finds impossible. 0: the teacher alone."""
+    """Compare with (1 − skew) × teacher + skew × policy, which bounds what a token costs that the teacher finds
+    impossible. 0: the teacher alone."""
     distillation_top_k: int = Field(default=0, ge=0, le=64)
-    """How many of its most probable tokens a teacher gives at each position, over which the KL from teacher to policy
-    is added to the loss instead of an advantage. 0: only the logprob of the sampled token."""
+    """The teacher's most probable tokens at each position, over which the KL is added to the loss instead of an
+    advantage. 0: only the sampled token's logprob."""
     imitation: NonNegativeFloat = Field(default=0.0)
-    """Weight of the loss of demonstrations, trained in the same steps as problems: those datasets of data.path of which
-    every row has a completion. 0: completions are columns like any other."""
+    """Weight of the loss of demonstrations: those datasets of data.path of which every row has a completion. 0:
+    completions are columns like any other."""
     kl: KlSettings = Field(default=KlSettings())
     """A penalty on the distance to the reference."""
     reference: Literal["trainer", "reward"] = Field(default="trainer")
-    """Where the frozen initial policy is, if it is needed: on every rank of the `trainer` (free with policy.lora), or
-    in the `reward` service, whose logprobs travel with each group."""
+    """Where the frozen initial policy is, if needed: on every rank of the `trainer` (free with policy.lora), or in the
+    `reward` service."""
     critic: CriticSettings = Field(default=CriticSettings())
     """The critic that advantage = "gae" needs."""
 

@@ -54,29 +54,27 @@ class RunSettings(Section):
     """What this run is."""
 
     id: str = Field(default="", max_length=64)
-    """Name of the run on the bus and of its folder. Empty: made from the file's name and the time."""
+    """Name of the run and its folder. Empty: made from the file's name and the time."""
     folder: Path = Field(default=Path("runs"))
     """Folder in which run folders are created; a run writes to `<folder>/<id>/`."""
     steps: PositiveInt = Field(default=100)
     """Optimizer steps of the run."""
     gpu_hours: Annotated[float, Field(ge=0, le=1e9)] = Field(default=0.0)
-    """GPU-hours after which the run pauses, counted while trainer and replicas hold GPUs; 0: no limit."""
+    """GPU-hours after which the run pauses; 0: no limit."""
     seed: NonNegativeInt = Field(default=0)
     """Seed of the dataset order, of sampling and of the trainer."""
     host: str = Field(default="", pattern=r"^[0-9A-Za-z_.-]*$")
-    """Address of this machine for others (/metrics, weights). Empty: `POD_IP`, else the
-    address from which this machine reaches the bus. Set it per machine, by a flag or PENSTOCK__RUN__HOST."""
+    """Address of this machine for others. Empty: `POD_IP`, else the address from which it reaches the bus. Set it per
+    machine, by a flag or PENSTOCK__RUN__HOST."""
     metrics_port: Annotated[int, Field(ge=0, le=65_535)] = Field(default=0)
-    """Port of /metrics, /healthz and /readyz, without a token; 0: any free port. `penstock up` gives its services
-    this port and the following ones."""
+    """Port of /metrics, /healthz and /readyz, with `penstock up` the first of its services'; 0: any free port."""
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto")
     """Device of the models: `auto` (a GPU if there is one), `cpu` or `cuda`."""
     threads: NonNegativeInt = Field(default=0)
     """CPU threads of each process that runs a model; 0: as torch decides."""
     deterministic: Literal["off", "steps", "run"] = Field(default="off")
-    """Bitwise repeatability. `steps`: training steps, also on a GPU, at some cost. `run`: the whole run, on the same
-    kind of machine; slower (1.6 times in the arithmetic example), and needs algorithm.max_lag = 0 and the transformers
-    engine."""
+    """Bitwise repeatability. `steps`: training steps, also on a GPU, at some cost. `run`: the whole run, slower; needs
+    algorithm.max_lag = 0 and the transformers engine."""
 
 
 class BusSettings(Section):
@@ -86,7 +84,7 @@ class BusSettings(Section):
     """URL of the Redis or Valkey server: redis://, rediss://, unix://, redis+sentinel:// or redis+cluster://, or
     `embedded` (a Valkey of its own in the run's folder). Give a URL with a password by PENSTOCK__BUS__URL."""
     drain_s: NonNegativeFloat = Field(default=20.0)
-    """Seconds that a service may take to finish its work when it is stopped; the rest returns to the bus."""
+    """Seconds that a stopped service may take to finish its work; the rest returns to the bus."""
 
 
 class DataSettings(Section):
@@ -102,28 +100,27 @@ class DataSettings(Section):
     """Column with the reference answer. Every other column is available to the scorers."""
     completion_field: str = Field(default="completion")
     """Column with a demonstration's completion, with algorithm.loss = "cross_entropy" or algorithm.imitation > 0: text,
-    or one message of the assistant. A row without it may have `messages` that end with the assistant's. With
-    rejected_field: the better completion of a pair."""
+    or one message of the assistant (or `messages` that end with one). With rejected_field: the better completion of a
+    pair."""
     rejected_field: str = Field(default="")
-    """Column with the worse completion of a preference pair, with algorithm.loss = "dpo": nothing is generated, and each
-    row trains completion_field against it. Empty: pairs are among a group's samples."""
+    """Column with the worse completion of a preference pair, with algorithm.loss = "dpo". Empty: pairs are among a
+    group's samples."""
     scorers_field: str = Field(default="")
-    """Column with the scorers of a problem, as a list or separated by commas. All scorers apply where it is empty or
-    not set."""
+    """Column with the scorers of a problem, as a list or separated by commas. Empty: all."""
     teacher_field: str = Field(default="")
-    """Column with the teachers of a problem, as a list or separated by commas: their mixture. Every
-    training row must name one. Not set: the mixture of all teachers."""
+    """Column with the teachers of a problem, as a list or separated by commas: their mixture. Every training row must
+    name one. Not set: all teachers."""
     max_bad_rows: NonNegativeInt = Field(default=10)
     """Unreadable rows that are skipped; one more refuses the start."""
     shuffle: bool = Field(default=True)
     """Whether each epoch has a new order, drawn from run.seed."""
     curriculum: bool = Field(default=False)
-    """Whether problems are drawn by the signal of their last groups, p(1 − p), instead of epoch by epoch."""
+    """Whether problems are drawn by the signal of their last groups instead of epoch by epoch."""
     filter: str = Field(default="")
-    """Condition that a training row must meet, over its columns and `prompt_characters`: `level <= 3 and source !=
-    "web"`. Empty: all rows."""
+    """Condition of training rows, over their columns and `prompt_characters`: `level <= 3 and source != "web"`. Empty:
+    all rows."""
     system: str = Field(default="")
-    """System message of prompts that have none; a text becomes the user's message. Empty: prompts stay as they are."""
+    """System message of prompts that have none; a text becomes the user's message."""
     chat_template: dict[str, Any] = Field(default={})
     """Arguments of the tokenizer's chat template, such as { enable_thinking = false } or { tools = [{…}] }."""
 
@@ -160,8 +157,8 @@ class CoordinatorSettings(Section):
     port: NonNegativeInt = Field(default=0)
     """Port of the HTTP API; 0: any free port, written to <run folder>/coordinator.json."""
     token_file: OptionalPath = Field(default=None)
-    """File whose first line is the bearer token that may read and operate. Only you may be able to read it. Empty:
-    `penstock up` makes one, `token` in the run's folder. It is required if `host` is not a loopback address."""
+    """File, readable by you alone, whose first line is the bearer token that may read and operate. Empty: `penstock up`
+    makes `token` in the run's folder. Required if `host` is not a loopback address."""
     read_token_file: OptionalPath = Field(default=None)
     """File whose first line is a bearer token that may only read."""
     autostart: bool = Field(default=True)
@@ -177,8 +174,7 @@ class TrackingSettings(Section):
     """Experiment trackers (docs/tracking.md)."""
 
     sinks: tuple[Tracker, ...] = Field(default=())
-    """Trackers to which `penstock up` copies steps, evaluations, rollout tables and the report: "wandb", "trackio",
-    "mlflow", "tensorboard". Each needs the extra of its name."""
+    """Trackers: "wandb", "trackio", "mlflow", "tensorboard". Each needs the extra of its name."""
     project: str = Field(default="penstock", min_length=1)
     """Project (wandb, trackio) or experiment (mlflow) of the run."""
 

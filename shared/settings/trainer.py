@@ -62,10 +62,10 @@ class StoreSettings(Section):
     uri: str = Field(default="", pattern=r"^$|^s3://[^/@]+(/.*)?$")
     """`s3://bucket/prefix` in S3 or a compatible store; this run uses `<prefix>/<run id>/`. Empty: no copies."""
     endpoint: str = Field(default="", pattern=r"^$|^https?://[^@]+$")
-    """URL of a server that is not AWS's; empty: as AWS's own tools find it, like region (AWS_REGION) and credentials."""
+    """URL of a server that is not AWS's; empty: as AWS's own tools find it."""
     counts: Literal["stored", "written"] = Field(default="stored")
-    """When a checkpoint counts, so that the journal before it is dropped: once it is `stored`, or once it is `written`
-    to the run's folder, which must then outlive the machine."""
+    """When a checkpoint counts: once it is `stored`, or once it is `written` to the run's folder, which must then
+    outlive the machine."""
 
 
 class TrainerSettings(Section):
@@ -76,16 +76,16 @@ class TrainerSettings(Section):
     nodes: PositiveInt = Field(default=1)
     """Hosts that train together, with trainer.ranks processes each. Start the trainer on each."""
     node: NonNegativeInt = Field(default=0)
-    """Index of this host among trainer.nodes. Host 0 leads: it uses the bus and serves weights."""
+    """Index of this host among trainer.nodes. Host 0 leads."""
     rendezvous: str = Field(default="", pattern=r"^$|^.+:[0-9]+$")
     """`host:port` on the first of several hosts at which the others join; without a password."""
     zero_stage: Literal[0, 1, 2, 3] = Field(default=1)
     """DeepSpeed ZeRO stage. Ranks share nothing (0), the optimizer's state (1), gradients too (2), weights too (3)."""
     gpus: tuple[NonNegativeInt, ...] = Field(default=())
-    """GPU indices for the ranks, one each, among those in CUDA_VISIBLE_DEVICES. Used by `penstock up`; empty: every rank
-    sees all GPUs."""
+    """GPU indices for the ranks, one each, among those in CUDA_VISIBLE_DEVICES, under `penstock up`.
+    Empty: all."""
     optimizer: Literal["adamw", "adamw_8bit"] = Field(default="adamw")
-    """AdamW, or AdamW with its two moments in 8 bits each (bitsandbytes): a quarter of their memory."""
+    """AdamW, or AdamW with its moments in 8 bits (bitsandbytes): a quarter of their memory."""
     learning_rate: NonNegativeFloat = Field(default=1e-6)
     """Peak learning rate."""
     warmup_steps: NonNegativeInt = Field(default=0)
@@ -97,22 +97,20 @@ class TrainerSettings(Section):
     adam_betas: tuple[Beta, Beta] = Field(default=(0.9, 0.999))
     """AdamW's decay rates of the first and the second moment."""
     adam_eps: PositiveFloat = Field(default=1e-8)
-    """What AdamW adds to the root of the second moment. Gradients far below it move no weight."""
+    """What AdamW adds to the root of the second moment."""
     weight_decay: NonNegativeFloat = Field(default=0.0)
     """AdamW's weight decay, of matrices and embeddings: norms, biases and other vectors have none."""
     max_grad_norm: PositiveFloat = Field(default=1.0)
     """Global norm to which gradients are clipped."""
     micro_batch_tokens: PositiveInt = Field(default=16_384)
     """Maximum tokens per forward pass and rank. A longer sample is not trained, unless several ranks compute it together
-    (trainer.sequence_parallel). A group's prompt counts once, or once
-    per sample if trainer.packing computes it so."""
+    (trainer.sequence_parallel). A group's prompt counts once, or per sample where trainer.packing computes it so."""
     sequence_parallel: PositiveInt = Field(default=1)
-    """Ranks of a host that compute a sample together if it is longer than trainer.micro_batch_tokens. The longest that is
-    trained has as many times these tokens. Only for models that mix tokens in attention alone; not proven on GPUs yet."""
+    """Ranks of a host that compute a sample together if it is longer than trainer.micro_batch_tokens: its limit is as many
+    times that. Only for models that mix tokens in attention alone; not proven on GPUs yet."""
     packing: Literal["auto", "rows", "sequences"] = Field(default="auto")
-    """How sequences pass through the model. `rows`: a group's prompt is computed once, its completions beside it.
-    `sequences`: each prompt and completion separately; exact for every causal model, slower. `auto`: rows if the
-    model's layers are known to keep them apart."""
+    """`rows`: a group's prompt is computed once. `sequences`: each prompt and completion separately; exact for every
+    causal model, slower. `auto`: rows if the model's layers are known."""
     kernels: Literal["auto", "torch", "liger"] = Field(default="auto")
     """Norms, rotary embeddings and gated MLPs on a GPU: by torch (then also logprobs and attention), or by Liger's
     fused kernels (extra fused-kernels). `auto`: Liger's if installed and if they know the model."""
@@ -121,21 +119,20 @@ class TrainerSettings(Section):
     vLLM; `float32`: exact logprobs, where the others are rounded (docs/algorithms.md)."""
     gradient_checkpointing: Literal["auto"] | bool = Field(default="auto")
     """Recompute each layer's activations in the backward pass: less memory, a third more work. `auto`: on a GPU, in as
-    many layers as its memory requires, by what earlier steps needed."""
+    many layers as its memory requires."""
     offload: Literal["none", "optimizer", "all"] = Field(default="none")
-    """What is kept in the host's memory between uses: the optimizer's state (zero_stage 1 to 3), or weights too
-    (zero_stage 3)."""
+    """Keep in the host's memory between uses: the optimizer's state (zero_stage 1 to 3), or weights too (zero_stage
+    3)."""
     deepspeed: dict[str, Any] = Field(default={})
-    """More DeepSpeed settings: of communication, buckets, memory and diagnosis. Others are refused, because they would
-    change shards, or are decided by other settings."""
+    """More DeepSpeed settings, of communication, buckets, memory and diagnosis. Others are refused."""
     checkpoint_every_steps: PositiveInt = Field(default=20)
     """Steps between checkpoints. The journal replays the steps after the newest."""
     keep_last: PositiveInt = Field(default=2)
-    """Newest checkpoints that are kept, in the run's folder and in trainer.store, besides pinned ones. With 2 or
-    more, a damaged newest one costs no step."""
+    """Newest checkpoints that are kept, in the run's folder and in trainer.store, besides pinned ones. With 2, a
+    damaged newest one costs no step."""
     signing_key_file: OptionalPath = Field(default=None)
-    """File with a secret key of the run, at least 32 characters, that signs each checkpoint; unsigned ones are then
-    refused. Several keys, one per line: the first signs, all are accepted."""
+    """File with a secret key, at least 32 characters, that signs each checkpoint; unsigned ones are refused. Several
+    keys, one per line: the first signs, all are accepted."""
     store: StoreSettings = Field(default=StoreSettings())
     """Object storage that checkpoints are copied to."""
     max_skipped_steps: ClassVar[int] = 3

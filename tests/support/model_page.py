@@ -18,10 +18,10 @@ Names are `model_type`s of transformers, with a suffix for a variant of the conf
 and gradients of all parameters in the trainer must be those of transformers' own model with its "eager" attention, one sequence at a time, to 1e-5 in
 float32.
 
-The self-test (`services/trainer/self_test/self_test.py`) repeats this when the trainer starts, with the weights, number types, adapters and kernels
-of the run: to 1e-3 in float32, and within the spread of roundings in half precision. If packed rows differ, sequences go one by one; if these differ
-too, the start is refused. Critics, reward models and the reward service's reference are tested likewise. It crosses sliding windows of up to 1024
-tokens on a GPU and 160 on a CPU, and does not cover gradients of large matrices.
+The self-test repeats this when the trainer starts, with the weights, number types, adapters and kernels of the run: to 1e-3 in float32, and within
+the spread of roundings in half precision. If packed rows differ, sequences go one by one; if these differ too, the start is refused. Critics, reward
+models and the reward service's reference are tested likewise. It crosses sliding windows of up to 1024 tokens on a GPU and 160 on a CPU, and does not
+cover gradients of large matrices.
 """
 _ROWS = """
 ## Packed rows
@@ -74,11 +74,8 @@ These are served, but with other logprobs than the trainer's. Use `rollout.engin
 | --- | --- |
 """
 _GPU = """
-The same with vLLM 0.26 on an H200 (float32 weights, attention and experts multiply in TF32): the largest gap in nats. Above 0.1 the two disagree, and
-the guard `probe` pauses a run in which that is beyond rounding.
+The largest gap with vLLM 0.26 on an H200 (float32 weights, attention and experts multiply in TF32), in nats; above 0.1 the two disagree:
 
-| model | gap |
-| --- | --- |
 """
 
 
@@ -126,8 +123,8 @@ def _agreement(table: Agreement) -> str:
     agreeing = [name for name in table.tested if name not in table.unserved]
     lists = {"tested": _listed(agreeing).strip(), "measured": _listed(table.measured).strip()}
     apart = "".join(f"| `{name}` | {said} |\n" for name, said in sorted(table.disagree.items()))
-    on_gpu = "".join(f"| `{name}` | {gap:g} |\n" for name, gap in sorted(table.gpu.items()))
-    return _VLLM.format(**lists) + _messages(table.unserved) + _DISAGREE + apart + _GPU + on_gpu
+    on_gpu = ", ".join(f"`{name}` {gap:g}" for name, gap in sorted(table.gpu.items()))
+    return _VLLM.format(**lists) + _messages(table.unserved) + _DISAGREE + apart + _GPU + f"{on_gpu}.\n"
 
 
 def _messages(parts: Mapping[str, str]) -> str:

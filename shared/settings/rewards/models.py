@@ -15,7 +15,7 @@ class ModelsSettings(Section):
     """Device: `auto` (as run.device; with `placement.mode = "shared"` and without reward.gpus, the trainer's, in turn),
     `cpu`, `cuda`, or one GPU, as `cuda:0`. Weights are bfloat16 on a GPU (the reference: policy.dtype), else float32."""
     batch_tokens: PositiveInt = Field(default=16_384)
-    """Maximum tokens of a forward pass, padding included; only a single longer sample makes a larger one."""
+    """Maximum tokens of a forward pass, padding included; a longer sample is alone."""
 
 
 class TeacherSettings(Section):
@@ -24,10 +24,10 @@ class TeacherSettings(Section):
     name: str = Field(pattern=r"^[a-z_][a-z0-9_]*$")
     """Name in `data.teacher_field` and in metrics."""
     model: str = Field(min_length=1)
-    """Teacher: a folder in Hugging Face form, or a hub name; with `url`, its name at the endpoint."""
+    """A folder in Hugging Face form, or a hub name; with `url`, its name at the endpoint."""
     url: str = Field(default="", pattern=r"^(https?://[^@\s]+)?$")
-    """Base URL of a vLLM server that holds the teacher, such as http://teacher:8000/v1, without a user or password. Empty:
-    the reward service holds it, as [reward.models] says."""
+    """Base URL of a vLLM server that holds the teacher, such as http://teacher:8000/v1, without a user or password.
+    Empty: the reward service holds it."""
     key_source: str = Field(default="", pattern=r"^(env:\w+|file:.+)?$")
     """Where the endpoint's API key is: `env:VARIABLE`, or `file:PATH` (a mounted secret). Empty: no key."""
 
@@ -51,22 +51,21 @@ class ModelScorer(OpinionScorer):
     model: str
     """Reward model: a folder in Hugging Face form, or a hub name."""
     tokenizer: str = Field(default="")
-    """Folder or hub name of its tokenizer; empty: the model's. It reads text, so it need not be the policy's."""
+    """Folder or hub name of its tokenizer; empty: the model's."""
     trust_remote_code: bool = Field(default=False)
     """Whether to run Python code that comes with the model."""
     head: Literal["classifier", "scalar"] = Field(default="classifier")
-    """Kind of output layer. `classifier`: the model's own class for sequence classification; `scalar`: its trunk with a
-    separate linear layer of the checkpoint (`score`, `v_head`, `value_head`, …), read at the last
-    token."""
+    """Output layer. `classifier`: the model's own class for sequence classification; `scalar`: its trunk with a linear
+    layer of the checkpoint (`score`, `v_head`, `value_head`, …), read at the last token."""
     label: str = Field(default="")
-    """Output that is the value, by name or number; may be empty if there is only one."""
+    """Output that is the value, by name or number; empty: the only one."""
     value: Literal["logit", "probability"] = Field(default="logit")
     """The output itself (`logit`), or its `probability`: the sigmoid of a single output, the softmax of several."""
     template: str = Field(default="auto")
     """How prompt and completion become text: `chat` (the tokenizer's chat template), `plain` (concatenated; messages
     joined by line breaks), `auto` (chat if the tokenizer has a template), or your own chat template (Jinja)."""
     max_tokens: NonNegativeInt = Field(default=0)
-    """Maximum length of the text; a longer one loses its beginning, which is counted. 0: the model's context."""
+    """Maximum length of the text; a longer one loses its beginning. 0: the model's context."""
 
     @property
     def model_setting(self) -> str:

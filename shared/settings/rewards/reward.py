@@ -17,13 +17,13 @@ class ExecutorSettings(Section):
     address: str = Field(default="", pattern=r"^(|unix:/.+|[^/:]+:\d+|\[[0-9a-fA-F:]+\]:\d+)$")
     """Address of the executor: `unix:/path` or `host:port`. Empty: `penstock up` starts one if a scorer or tool needs it."""
     secret_file: OptionalPath = Field(default=None)
-    """File, readable by its user alone, whose first line the executor and its clients prove to each other that they know.
-    Required if `address` is neither a Unix socket nor loopback."""
+    """File, readable by its user alone, whose first line is the secret of the executor and its clients. Required if
+    `address` is neither a Unix socket nor loopback."""
     isolation: Literal["auto", "namespace", "landlock", "unsafe"] = Field(default="auto")
-    """How programs are isolated. `auto`: the strongest of namespace and landlock that works on this host, else the
-    start is refused. `unsafe` isolates nothing; use it only for code that you wrote."""
+    """`auto`: the strongest of namespace and landlock that works on this host, else the start is refused. `unsafe`
+    isolates nothing; use it only for code that you wrote."""
     slots: NonNegativeInt = Field(default=0)
-    """Most programs that run at a time; 0, or more than there are cores: one per core, or fewer if a control group limits CPU time."""
+    """Most programs that run at a time; 0: one per core, or fewer if a control group limits CPU time."""
     interpreter: str = Field(default="")
     """Python that runs the programs; empty: the one that runs Penstock."""
 
@@ -34,19 +34,19 @@ class RewardSettings(Section):
     replicas: PositiveInt = Field(default=1)
     """Replicas that `penstock up` starts."""
     expression: str = Field(default="")
-    """Reward as a formula of the scorers' values: `0.9 * answer + 0.1 * format`. Empty: the mean of those that apply."""
+    """Formula of the scorers' values: `0.9 * answer + 0.1 * format`. Empty: the mean of those that apply."""
     scorers: tuple[Scorer, ...] = Field(default=(AnswerScorer(kind="answer"),), min_length=1)
     """Scorers, each a table [[reward.scorers]] with a kind; all run concurrently."""
     reasoning: Literal["auto", "none"] | tuple[str, str] = Field(default="auto")
-    """Texts between which the policy's reasoning is, such as ["<reason>", "</reason>"], which is no part of its answer.
-    `auto`: those of the known model families; `none`: all of a completion is its answer (docs/rewards.md, "Reasoning")."""
+    """Texts around the policy's reasoning, such as ["<reason>", "</reason>"]. `auto`: those of the known model
+    families; `none`: all of a completion is its answer (docs/rewards.md, "Reasoning")."""
     teachers: tuple[TeacherSettings, ...] = Field(default=())
     """Teachers, each a table [[reward.teachers]] (docs/rewards.md, "Teachers")."""
     models: ModelsSettings = Field(default=ModelsSettings())
     """Where reward models, the reference and teachers run."""
     gpus: tuple[NonNegativeInt, ...] = Field(default=())
-    """GPU indices for the replicas, in turn, among those in CUDA_VISIBLE_DEVICES. Used by `penstock up`; empty: every
-    replica sees all GPUs."""
+    """GPU indices for the replicas, in turn, among those in CUDA_VISIBLE_DEVICES, under `penstock up`.
+    Empty: all."""
     executor: ExecutorSettings = Field(default=ExecutorSettings())
     """The process that runs model-written code."""
 

@@ -133,7 +133,7 @@ class CodeScorer(BaseScorer):
     credit: Literal["all", "share"] = Field(default="all")
     """Value of a program: 1 if it passes `all` tests, else 0; or the `share` of tests that it passes."""
     needs_block: bool = Field(default=True)
-    """Whether a completion without a fenced block is `wrong_format`; otherwise its whole text is the program."""
+    """Whether a completion without a fenced block is `wrong_format`; else its whole text is the program."""
     preset: Literal["own", "livecodebench"] = Field(default="own")
     """`livecodebench`: the program and standard outputs as that benchmark reads and compares them (docs/rewards.md)."""
     tolerance: NonNegativeFloat = Field(default=0.0)
@@ -144,7 +144,7 @@ class CodeScorer(BaseScorer):
     memory_mib: PositiveInt = Field(default=512)
     """Maximum address space of one test."""
     output_kib: Annotated[int, Field(gt=0, le=10_240)] = Field(default=1024)
-    """Maximum output of one test; the executor's answer must fit into a frame of 64 MiB."""
+    """Maximum output of one test."""
     profile: Literal["stdlib", "numpy"] = Field(default="stdlib")
     """Interpreter: with the standard library only, or with numpy."""
 
@@ -179,11 +179,11 @@ class PythonScorer(ProcessScorer):
     kind: Literal["python"]
     """Your own function."""
     function: str = Field(min_length=1)
-    """Function to call: `package.module:function`, or an entry point of the group `penstock.scorers`. It receives a
-    sample and its prompt and returns a number or a Result; it may be async."""
+    """`package.module:function`, or an entry point of the group `penstock.scorers`. It receives a sample and its prompt
+    and returns a number or a Result; it may be async."""
     on_error: Literal["unavailable", "zero"] = Field(default="unavailable")
-    """Meaning of an exception, a late answer or a dead process: the reward is `unavailable` (the group is retried,
-    then buried), or 0 with the status `crashed` or `timeout`."""
+    """An exception, a late answer or a dead process is `unavailable` (the group is retried, then buried), or 0 with the
+    status `crashed` or `timeout`."""
 
 
 class TrlScorer(ProcessScorer):
@@ -226,11 +226,10 @@ class JudgeScorer(OpinionScorer):
     """User message, with {prompt}, {completion} (of an episode, the last answer), {transcript} (all messages), {answer}
     and {extra.COLUMN} filled in."""
     pattern: str = Field(default=r"(?i)score[\s*_`\"]*[:=][\s*_`\"(\[]*(-?\d+(?:\.\d+)?)")
-    """Where the verdict is in the judge's answer: the first group of this expression's last match, or, as
-    `json:FIELD`, a field of the last JSON object that has it."""
+    """Where the verdict is in the judge's answer: the first group of this expression's last match, or `json:FIELD`, a
+    field of the last JSON object that has it."""
     scale: tuple[float, float] | dict[str, float] = Field(default=(0.0, 10.0))
-    """Numbers that become the values 0 and 1 (a number outside is not a verdict), or the value of each verdict that
-    is a word: {yes = 1, no = 0}."""
+    """Numbers that become 0 and 1 (one outside is not a verdict), or the value of each word: {yes = 1, no = 0}."""
     request: dict[str, Any] = Field(default={})
     """Fields of the request's body, over {max_tokens = 512, temperature = 0}: {response_format = {type =
     "json_object"}}."""
