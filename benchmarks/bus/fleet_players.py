@@ -94,6 +94,7 @@ async def idle(url: str, name: str, stop: asyncio.Event) -> None:
     from penstock.services.rollout.engines.prompts import CharacterCodec
     from penstock.services.rollout.engines.scripted import ScriptedEngine
     from penstock.services.rollout.service import Rollout
+    from penstock.shared.bus.stores.replicas.heartbeats import Heard
     from penstock.shared.process.telemetry import Presence, Status
     from penstock.shared.settings import Settings
     from penstock.shared.weights.receiver.puller import Puller
@@ -104,10 +105,10 @@ async def idle(url: str, name: str, stop: asyncio.Event) -> None:
     settings, status, engine = Settings.model_validate({}), Status(), ScriptedEngine()
     made = replicas.context(settings, bus, name, status)
 
-    async def hear() -> None:
-        await made.cordon.refresh()
-        await made.live.refresh()
-        await made.secret.refresh()
+    async def hear(heard: Heard) -> None:
+        made.cordon.hear(heard.order)
+        await made.live.hear(heard.revision)
+        await made.secret.hear(heard.secret)
 
     puller = Puller(engine.place, engine.ranks, 5.0, made.secret)
     rollout = Rollout(made, engine, CharacterCodec(), puller, replicas.own_device(made))

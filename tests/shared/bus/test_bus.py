@@ -21,6 +21,7 @@ from penstock.shared.bus.client import connection
 from penstock.shared.bus.encoding import wire
 from penstock.shared.bus.messages import Experience, PolicyVersion, Prompt, RolloutGroup
 from penstock.shared.bus.stores.policy.ledger import Ledger, RunState
+from penstock.shared.bus.shares import consumers
 from penstock.shared.bus.streams import EXPERIENCE, PROMPTS, ROLLOUTS
 from penstock.shared.errors import BusUnavailable, MessageError, SettingsError
 from penstock.shared.text.redaction import redact, redacted
@@ -185,6 +186,14 @@ def test_each_entry_is_handled_once_in_whatever_order_consumers_live_and_die(
             await bus.close()
 
     asyncio.run(run())
+
+
+async def test_consumers_of_a_stream_are_counted_whether_or_not_they_hold_anything(bus: Bus) -> None:
+    assert await consumers(bus, PROMPTS) == 0
+    await put(bus)
+    await take(bus, "a")
+    await take(bus, "b")
+    assert (await consumers(bus, PROMPTS), await consumers(bus, streams.STEPS)) == (2, 0)
 
 
 async def test_renewing_what_somebody_else_took_over_does_not_take_it_back(bus: Bus) -> None:
