@@ -14,7 +14,8 @@
       ├── new samples of a group ──▶ ``together``: handed over as they end; what it leaves or fails on is handled alone
       ├── renew: the lease, every third of ``claim_after_s``; what is no longer ours is cancelled, and what an answer that
       │          never came brought is given back
-      └── reclaim: what was given back, or held for ``claim_after_s`` by a consumer whose lease has ended
+      └── reclaim: what was given back, or held for ``claim_after_s`` by a consumer whose lease has ended; of the latter
+                 no more than may begin at once: others have room, too
 
 **Suspects**: entries held by a process that died or fell silent. Only deaths during attempts made alone count; there
 the samples of one group are tried together.
@@ -248,9 +249,13 @@ class Worker(Generic[In, Out]):
         """Whether the next suspect may begin: few at a time."""
         if not self._suspects:
             return False
+        return not self._tried if self._suspects[0].crashes >= _ALONE_FROM else self._places > 0
+
+    @property
+    def _places(self) -> int:
+        """How many suspects may begin now."""
         unit = max(1, self._unit)
-        few = max(1, math.isqrt(self._concurrency // unit)) * unit
-        return len(self._tried) < (1 if self._suspects[0].crashes >= _ALONE_FROM else few)
+        return max(1, math.isqrt(self._concurrency // unit)) * unit - len(self._tried)
 
     def _next_suspects(self) -> list[Delivery[In]]:
         """Return the next suspect; if it is tried alone, with the other samples of its group."""
@@ -271,8 +276,8 @@ class Worker(Generic[In, Out]):
             task.add_done_callback(self._tried.discard)
 
     async def _reclaim(self, room: int) -> list[Delivery[In]]:
-        after_s = self._patience.claim_after_s
-        reclaimed = await self._bus.reclaim(self._source, self._kind, self._consumer, after_s, room, suspect=True)
+        after_s, suspects = self._patience.claim_after_s, max(0, self._places - len(self._suspects))
+        reclaimed = await self._bus.reclaim(self._source, self._kind, self._consumer, after_s, room, suspects=suspects)
         self.counts.add(self._source, "reclaimed", len(reclaimed))
         known = self._held.keys() | {delivery.entry_id for delivery in self._suspects}
         return [delivery for delivery in reclaimed if delivery.entry_id not in known]

@@ -20,8 +20,8 @@ from penstock.shared.bus.bus import Bus, Delivery
 from penstock.shared.bus.client import connection
 from penstock.shared.bus.encoding import wire
 from penstock.shared.bus.messages import Experience, PolicyVersion, Prompt, RolloutGroup
-from penstock.shared.bus.stores.policy.ledger import Ledger, RunState
 from penstock.shared.bus.shares import consumers
+from penstock.shared.bus.stores.policy.ledger import Ledger, RunState
 from penstock.shared.bus.streams import EXPERIENCE, PROMPTS, ROLLOUTS
 from penstock.shared.errors import BusUnavailable, MessageError, SettingsError
 from penstock.shared.text.redaction import redact, redacted
@@ -63,9 +63,9 @@ async def test_an_entry_counts_the_consumers_that_fell_silent_over_it_and_the_at
     await put(bus)
     taken = await take(bus, "a")
     for name in ("b", "c"):
-        taken += await bus.reclaim(PROMPTS, Prompt, name, min_idle_s=0.0, count=1, suspect=True)
+        taken += await bus.reclaim(PROMPTS, Prompt, name, min_idle_s=0.0, count=1, suspects=10)
     await bus.give_back(PROMPTS, "c", taken[0].entry_id, idle_s=0.0)
-    taken += await bus.reclaim(PROMPTS, Prompt, "d", min_idle_s=0.0, count=1, suspect=True)
+    taken += await bus.reclaim(PROMPTS, Prompt, "d", min_idle_s=0.0, count=1, suspects=10)
     assert [(delivery.attempts, delivery.crashes) for delivery in taken] == [(1, 0), (1, 1), (1, 2), (2, 2)]
     assert await bus.hand_over(taken[-1], ROLLOUTS, builders.group(0))
     assert await raw(bus).hgetall(bus.keys.named("crashes")) == {}
