@@ -8,6 +8,7 @@ import argparse
 import asyncio
 import contextlib
 import functools
+import os
 import random
 import resource
 import signal
@@ -20,6 +21,7 @@ from penstock.shared.bus.bus import Bus
 from penstock.shared.bus.messages import Prompt, RolloutGroup
 from penstock.shared.bus.streams import PROMPTS, ROLLOUTS
 from penstock.shared.bus.worker import HandOver, Patience, Worker
+from penstock.shared.process.parent import die_with
 from tests.support import builders
 
 SAMPLES = 8
@@ -145,6 +147,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=300.0, help="mean time of a sample")
     parser.add_argument("--claim-after-s", type=float, default=30.0)
     parser.add_argument("--idle", action="store_true")
+    die_with(os.getppid(), signal.SIGKILL)
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     asyncio.run(play(parser.parse_args()))
