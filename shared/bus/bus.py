@@ -228,7 +228,7 @@ class Bus(Commands):
 
         Args:
             min_idle_s: 0 takes from any consumer.
-            suspects: take so many of the latter, and note that they may have killed their consumer; -1: without a note.
+            suspects: maximum number of the latter, each noted as it may have killed its consumer; -1: no limit and no note.
         """
         reclaimed = self.script(
             "reclaim", stream=stream, swept=SWEPT.of(stream.name), leases=LEASES.of(stream.name), group=stream.group or "",
