@@ -103,13 +103,15 @@ class Look:
 
     at_s: float
     busy_s: float
-    commands: int
+    calls: Counter[str]
+    """By command."""
 
     @classmethod
     async def at(cls, bus: Bus) -> "Look":
-        cpu, stats = await raw(bus).info("cpu"), await raw(bus).info("stats")
+        cpu, stats = await raw(bus).info("cpu"), await raw(bus).info("commandstats")
         busy_s = cpu["used_cpu_user_main_thread"] + cpu["used_cpu_sys_main_thread"]
-        return cls(time.monotonic(), busy_s, stats["total_commands_processed"])
+        calls = {name.removeprefix("cmdstat_"): each["calls"] for name, each in stats.items()}
+        return cls(time.monotonic(), busy_s, Counter(calls))
 
 
 @contextlib.contextmanager
@@ -194,7 +196,7 @@ class Hands:
             part = builders.part(dataclasses.replace(delivery, part="all").message())
             assert await self._bus.hand_over(delivery, ROLLOUTS, dataclasses.replace(part, places=()))
             self._held += await self._bus.read(PROMPTS, Prompt, self._name, 1, None)
-        assert await self._bus.reclaim(PROMPTS, Prompt, self._name, _CLAIM_AFTER_S, 8, suspect=True) == []
+        assert await self._bus.reclaim(PROMPTS, Prompt, self._name, _CLAIM_AFTER_S, 8, suspects=8) == []
         if (second + int(self._name.partition("-")[2])) % 10 == 0:
             await self._bus.renew(PROMPTS, self._name, _CLAIM_AFTER_S)
         return int(self._due) - int(before)
@@ -226,13 +228,16 @@ async def scale(url: str, replicas: int, given: argparse.Namespace) -> dict[str,
         "replicas": replicas,
         "pending": pending,
         "samples": samples,
-        "commands_per_sample": round((after.commands - before.commands) / samples, 2),
+        "commands_per_sample": round((after.calls - before.calls).total() / samples, 2),
         "server_us_per_sample": round(busy_s / samples * 1e6, 1),
     }
 
 
-async def idle(url: str, replicas: int, given: argparse.Namespace) -> dict[str, float | int]:
-    """Return the server's share of a core under rollout services without work, also of a thousand such."""
+async def idle(url: str, replicas: int, given: argparse.Namespace) -> dict[str, Any]:
+    """Return the server's share of a core under rollout services without work.
+
+    ``core_of_1000``: of a thousand that send a heartbeat a second, as one does that is not slowed by its own machine.
+    """
     async with playing(url) as (bus, players):
         await Rest(bus, 0).start()
         for first in range(0, replicas, 250):
@@ -242,13 +247,14 @@ async def idle(url: str, replicas: int, given: argparse.Namespace) -> dict[str, 
         before = await Look.at(bus)
         await asyncio.sleep(given.window_s)
         after = await Look.at(bus)
-    seconds, commands = after.at_s - before.at_s, after.commands - before.commands
+    seconds, calls = after.at_s - before.at_s, after.calls - before.calls
     return {
         "replicas": replicas,
         "core": round((after.busy_s - before.busy_s) / seconds, 4),
-        "core_of_1000": round((after.busy_s - before.busy_s) / seconds / replicas * 1000, 3),
-        "commands_per_replica_s": round(commands / seconds / replicas, 2),
-        "server_us_per_command": round((after.busy_s - before.busy_s) / commands * 1e6, 2),
+        "core_of_1000": round((after.busy_s - before.busy_s) / calls["sadd"] * 1000, 3),
+        "heartbeats_per_replica_s": round(calls["sadd"] / seconds / replicas, 2),
+        "commands_per_replica_s": round(calls.total() / seconds / replicas, 2),
+        "calls_per_replica_s": {name: round(n / seconds / replicas, 2) for name, n in calls.most_common(8)},
     }
 
 
@@ -284,8 +290,11 @@ async def commit(url: str, given: argparse.Namespace) -> dict[str, float | int]:
 
 
 async def kills(url: str, given: argparse.Namespace) -> dict[str, float | int]:
-    """Kill replicas at once; return what was decoded again, how soon, and whether each group was trained once."""
-    replicas, room = given.replicas[0], given.held * 5 // 4 // SAMPLES * SAMPLES
+    """Kill replicas at once; return what was decoded again, how soon, and whether each group was trained once.
+
+    Replicas have a quarter more room than they hold on average, at least a group's.
+    """
+    replicas, room = given.replicas[0], max(given.held * 5 // 4 // SAMPLES, given.held // SAMPLES + 1) * SAMPLES
     flags = ["--room", str(room), "--seconds", str(given.seconds), "--claim-after-s", str(given.claim_after_s)]
     async with playing(url) as (bus, players), asyncio.TaskGroup() as tasks:
         rest = Rest(bus, replicas * given.held // SAMPLES)
@@ -300,31 +309,50 @@ async def kills(url: str, given: argparse.Namespace) -> dict[str, float | int]:
         await asyncio.sleep(2 * given.claim_after_s / 3)
         killed_s = time.time()
         players.processes[0].kill()
-        await asyncio.sleep(given.claim_after_s + given.window_s)
+        names = {f"rollout-{number}" for number in range(given.killed)}
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(given.claim_after_s + given.window_s):
+                while not Played(players, names).is_recovered:
+                    await asyncio.sleep(1.0)
         rest.slots = 0
         players.tell(signal.SIGUSR1)
         while await Ledger(bus).in_flight():
             await asyncio.sleep(1.0)
         running.cancel()
         await asyncio.sleep(1.0)
-        names = {f"rollout-{number}" for number in range(given.killed)}
-        return {"replicas": replicas, "killed": given.killed, **_audit(players, names, killed_s), **await _counted(bus)}
+        return {
+            **{"replicas": replicas, "killed": given.killed, "claim_after_s": given.claim_after_s},
+            **_audit(Played(players, names), names, killed_s),
+            **await _counted(bus),
+        }
 
 
-def _audit(players: Players, killed: set[str], killed_s: float) -> dict[str, float | int]:
-    begins: dict[tuple[int, int], list[tuple[float, str]]] = defaultdict(list)
-    ends: dict[tuple[int, int, str], float] = {}
-    for event, at_s, replica, group, places in players.lines():
-        for place in places:
-            if event == "begin":
-                begins[group, place].append((at_s, replica))
-            else:
-                ends[group, place, replica] = at_s
-    held = {
-        sample: begun
-        for sample, begun in begins.items()
-        if begun[0][1] in killed and (*sample, begun[0][1]) not in ends
-    }
+class Played:
+    """What the replicas noted so far, by group and sample."""
+
+    def __init__(self, players: Players, killed: set[str]) -> None:
+        self.begins: dict[tuple[int, int], list[tuple[float, str]]] = defaultdict(list)
+        self.ends: dict[tuple[int, int, str], float] = {}
+        for event, at_s, replica, group, places in players.lines():
+            for place in places:
+                if event == "begin":
+                    self.begins[group, place].append((at_s, replica))
+                else:
+                    self.ends[group, place, replica] = at_s
+        self.held = {
+            sample: begun
+            for sample, begun in self.begins.items()
+            if begun[0][1] in killed and (*sample, begun[0][1]) not in self.ends
+        }
+        """Begins of the samples that the killed ones held."""
+
+    @property
+    def is_recovered(self) -> bool:
+        return all(len(begun) > 1 for begun in self.held.values())
+
+
+def _audit(played: Played, killed: set[str], killed_s: float) -> dict[str, float | int]:
+    begins, ends, held = played.begins, played.ends, played.held
     waits = sorted(begun[1][0] - killed_s if len(begun) > 1 else float("inf") for begun in held.values())
     twice = [(sample, begun) for sample, begun in begins.items() if len(begun) > 1]
     of_living = sum(begun[0][1] not in killed for _, begun in twice)
@@ -366,7 +394,7 @@ def main() -> None:
     parser.add_argument("--claim-after-s", type=float, default=30.0)
     parser.add_argument("--megabytes", type=int, default=805)
     given = parser.parse_args()
-    rounds: list[dict[str, float | int]] = []
+    rounds: list[dict[str, Any]] = []
     if given.part in ("scale", "idle"):
         for replicas in given.replicas:
             with serving() as url:

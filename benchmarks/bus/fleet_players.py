@@ -8,6 +8,7 @@ import argparse
 import asyncio
 import contextlib
 import functools
+import os
 import random
 import resource
 import signal
@@ -20,6 +21,7 @@ from penstock.shared.bus.bus import Bus
 from penstock.shared.bus.messages import Prompt, RolloutGroup
 from penstock.shared.bus.streams import PROMPTS, ROLLOUTS
 from penstock.shared.bus.worker import HandOver, Patience, Worker
+from penstock.shared.process.parent import die_with
 from tests.support import builders
 
 SAMPLES = 8
@@ -94,6 +96,7 @@ async def idle(url: str, name: str, stop: asyncio.Event) -> None:
     from penstock.services.rollout.engines.prompts import CharacterCodec
     from penstock.services.rollout.engines.scripted import ScriptedEngine
     from penstock.services.rollout.service import Rollout
+    from penstock.shared.bus.stores.replicas.heartbeats import Heard
     from penstock.shared.process.telemetry import Presence, Status
     from penstock.shared.settings import Settings
     from penstock.shared.weights.receiver.puller import Puller
@@ -104,10 +107,10 @@ async def idle(url: str, name: str, stop: asyncio.Event) -> None:
     settings, status, engine = Settings.model_validate({}), Status(), ScriptedEngine()
     made = replicas.context(settings, bus, name, status)
 
-    async def hear() -> None:
-        await made.cordon.refresh()
-        await made.live.refresh()
-        await made.secret.refresh()
+    async def hear(heard: Heard) -> None:
+        made.cordon.hear(heard.order)
+        await made.live.hear(heard.revision)
+        await made.secret.hear(heard.secret)
 
     puller = Puller(engine.place, engine.ranks, 5.0, made.secret)
     rollout = Rollout(made, engine, CharacterCodec(), puller, replicas.own_device(made))
@@ -144,6 +147,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=300.0, help="mean time of a sample")
     parser.add_argument("--claim-after-s", type=float, default=30.0)
     parser.add_argument("--idle", action="store_true")
+    die_with(os.getppid(), signal.SIGKILL)
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     asyncio.run(play(parser.parse_args()))

@@ -68,7 +68,7 @@ WEIGHT_PULLS_OVERTAKEN = Counter(
 )
 
 _BACKOFF = Backoff(0.1, longest_s=5.0)
-_IDLE_S = 1.0
+_IDLE_S = 5.0
 _LOOK_S = 0.1
 
 

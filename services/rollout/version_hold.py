@@ -12,7 +12,7 @@ from penstock.shared.bus.stores.policy.evaluations import Holding, announced, ho
 HELD_VERSION = Gauge(
     "penstock_rollout_held_version", "The version that this replica keeps for an evaluation; -1: none."
 )
-_LOOK_S = 1.0
+_LOOK_S = 5.0
 """Longest time between two looks: what changes is announced, but not by a bus that loses it."""
 _SOON_S = 0.01
 

@@ -222,18 +222,18 @@ class Bus(Commands):
         )
 
     async def reclaim(
-        self, stream: Stream, kind: type[M], consumer: str, min_idle_s: float, count: int, *, suspect: bool = False
+        self, stream: Stream, kind: type[M], consumer: str, min_idle_s: float, count: int, *, suspects: int = -1
     ) -> list[Delivery[M]]:
         """Take over entries given back, or held for ``min_idle_s`` by a consumer without a lease (:meth:`renew`).
 
         Args:
             min_idle_s: 0 takes from any consumer.
-            suspect: note on the latter that they may have killed their consumer.
+            suspects: maximum number of the latter, each noted as it may have killed its consumer; -1: no limit and no note.
         """
         reclaimed = self.script(
             "reclaim", stream=stream, swept=SWEPT.of(stream.name), leases=LEASES.of(stream.name), group=stream.group or "",
             consumer=consumer, count=count, min_idle_ms=int(min_idle_s * 1000), given_back=_GIVEN_BACK,
-            stream_name=stream.name, suspect=int(suspect),
+            stream_name=stream.name, suspects=suspects,
         )  # fmt: skip
         return await self._delivered(stream, kind, await self._unless_empty(reclaimed))
 

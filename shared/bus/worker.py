@@ -14,7 +14,8 @@
       ├── new samples of a group ──▶ ``together``: handed over as they end; what it leaves or fails on is handled alone
       ├── renew: the lease, every third of ``claim_after_s``; what is no longer ours is cancelled, and what an answer that
       │          never came brought is given back
-      └── reclaim: what was given back, or held for ``claim_after_s`` by a consumer whose lease has ended
+      └── reclaim: what was given back, or held for ``claim_after_s`` by a consumer whose lease has ended; of the latter
+                 no more than may begin at once: others have room, too
 
 **Suspects**: entries held by a process that died or fell silent. Only deaths during attempts made alone count; there
 the samples of one group are tried together.
@@ -40,6 +41,7 @@ from penstock.shared.bus.bus import Bus, Delivery, EntryId
 from penstock.shared.bus.crowd import Crowd
 from penstock.shared.bus.encoding import wire
 from penstock.shared.bus.messages import Prompt, RolloutGroup
+from penstock.shared.bus.shares import consumers, pause_s, portion
 from penstock.shared.bus.streams import Stream
 from penstock.shared.errors import Fenced, NotHere, PermanentError, SettingsError, StateLost, TemporaryError
 
@@ -63,7 +65,6 @@ _ALONE_FROM = 2
 _MOST_TOGETHER = 1024
 """Samples of one hand-over: a script has room for about 8,000 words."""
 _SAMPLE = re.compile(r"0|[1-9][0-9]{0,8}")
-_PORTIONS = 8
 _LOOK_S = 0.05
 _ELSEWHERE_S = 0.05
 """Wait after which an entry that this consumer cannot handle is there for all."""
@@ -113,17 +114,6 @@ class WorkCounts:
         """Count ``entries`` here and for Prometheus."""
         setattr(self, outcome, getattr(self, outcome) + entries)
         ENTRIES.labels(stream.name, outcome).inc(entries)
-
-
-def portion(room: int, unit: int) -> int:
-    """Return how many entries a consumer with ``room`` reads at a time: an eighth of it in whole ``unit``s, if any.
-
-    >>> portion(512, 8), portion(100, 8), portion(20, 8), portion(5, 8), portion(512, 0)
-    (64, 8, 8, 5, 512)
-    """
-    if not unit:
-        return room
-    return min(room, max(unit, room // _PORTIONS // unit * unit))
 
 
 class Worker(Generic[In, Out]):
@@ -181,6 +171,7 @@ class Worker(Generic[In, Out]):
         """Handled, leaving the stream: renewals may not find them."""
         self._free = asyncio.Event()
         self._reclaim_at_s = 0.0
+        self._pause_s = pause_s(0, patience.claim_after_s)
         self._broken: asyncio.Future[None] | None = None
         self.counts = WorkCounts()
         for outcome in ("handed_over", "late", "retried", "buried", "lost", "given_back", "reclaimed"):
@@ -213,7 +204,6 @@ class Worker(Generic[In, Out]):
     async def _take(self) -> None:
         async for delivery in self._bus.own(self._source, self._kind, self._consumer, suspect=True):
             self._suspects.append(delivery)
-        patience_s = min(1.0, self._patience.claim_after_s / 2)
         while True:
             room = await self._room()
             self.resting = not self._taking.is_set()
@@ -224,11 +214,11 @@ class Worker(Generic[In, Out]):
                 continue
             free, now_s = room - len(self._suspects), time.monotonic()
             if free > 0 and now_s >= self._reclaim_at_s:
-                self._reclaim_at_s = now_s + patience_s
+                self._reclaim_at_s = now_s + self._pause_s
                 if deliveries := await self._reclaim(free):
                     self._reclaim_at_s = 0.0
             else:
-                block_s = _LOOK_S if self._suspects else max(_LOOK_S, min(patience_s, self._reclaim_at_s - now_s))
+                block_s = _LOOK_S if self._suspects else max(_LOOK_S, min(self._pause_s, self._reclaim_at_s - now_s))
                 count = portion(room, self._unit)
                 deliveries = await self._bus.read(self._source, self._kind, self._consumer, count, block_s)
             for of_group in self._by_group(deliveries):
@@ -259,9 +249,13 @@ class Worker(Generic[In, Out]):
         """Whether the next suspect may begin: few at a time."""
         if not self._suspects:
             return False
+        return not self._tried if self._suspects[0].crashes >= _ALONE_FROM else self._places > 0
+
+    @property
+    def _places(self) -> int:
+        """How many suspects may begin now."""
         unit = max(1, self._unit)
-        few = max(1, math.isqrt(self._concurrency // unit)) * unit
-        return len(self._tried) < (1 if self._suspects[0].crashes >= _ALONE_FROM else few)
+        return max(1, math.isqrt(self._concurrency // unit)) * unit - len(self._tried)
 
     def _next_suspects(self) -> list[Delivery[In]]:
         """Return the next suspect; if it is tried alone, with the other samples of its group."""
@@ -282,8 +276,8 @@ class Worker(Generic[In, Out]):
             task.add_done_callback(self._tried.discard)
 
     async def _reclaim(self, room: int) -> list[Delivery[In]]:
-        after_s = self._patience.claim_after_s
-        reclaimed = await self._bus.reclaim(self._source, self._kind, self._consumer, after_s, room, suspect=True)
+        after_s, suspects = self._patience.claim_after_s, max(0, self._places - len(self._suspects))
+        reclaimed = await self._bus.reclaim(self._source, self._kind, self._consumer, after_s, room, suspects=suspects)
         self.counts.add(self._source, "reclaimed", len(reclaimed))
         known = self._held.keys() | {delivery.entry_id for delivery in self._suspects}
         return [delivery for delivery in reclaimed if delivery.entry_id not in known]
@@ -487,6 +481,7 @@ class Worker(Generic[In, Out]):
         unknown = set[EntryId]()
         """Ours at the last renewal, and not held: an answer is on its way, or was lost with its connection."""
         while True:
+            self._pause_s = pause_s(await consumers(self._bus, self._source), self._patience.claim_after_s)
             await asyncio.sleep(self._patience.claim_after_s / 3)
             held = {entry_id: task for entry_id, task in self._held.items() if entry_id not in self._leaving}
             suspects = {delivery.entry_id for delivery in self._suspects}

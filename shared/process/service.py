@@ -30,6 +30,7 @@ from penstock.shared.bus.bus import Bus
 from penstock.shared.bus.client import connection
 from penstock.shared.bus.messages import Json
 from penstock.shared.bus.stores.replicas.cordon import Cordon
+from penstock.shared.bus.stores.replicas.heartbeats import Heard
 from penstock.shared.bus.stores.replicas.live_settings import Live
 from penstock.shared.bus.stores.replicas.run_secret import RunSecret
 from penstock.shared.bus.stores.run.owner import claim
@@ -149,10 +150,10 @@ async def serve(settings: Settings, service: str, replica: str) -> AsyncIterator
 
     live, cordon, secret = Live(bus, settings), Cordon(bus, replica, told_to_stop), RunSecret(bus)
 
-    async def hear() -> None:
-        await cordon.refresh()
-        await live.refresh()
-        await secret.refresh()
+    async def hear(heard: Heard) -> None:
+        cordon.hear(heard.order)
+        await live.hear(heard.revision)
+        await secret.hear(heard.secret)
         status.settings_revision, status.taking = live.revision, cordon.taking.is_set()
 
     endpoints = Endpoints(

@@ -15,6 +15,7 @@ from prometheus_client import Gauge
 from penstock.shared.bus.bus import Bus
 from penstock.shared.bus.messages import Event, Json, PolicyVersion
 from penstock.shared.bus.stores.replicas.heartbeats import (
+    Heard,
     Heartbeat,
     PartFailure,
     beat_once,
@@ -74,7 +75,7 @@ class Status:
 
 
 class Presence:
-    """Sends heartbeats every ``heartbeat_s``, after calling ``hear``."""
+    """Sends heartbeats every ``heartbeat_s``; calls ``hear`` with what each reads."""
 
     def __init__(
         self,
@@ -83,7 +84,7 @@ class Presence:
         replica: str,
         heartbeat_s: float,
         status: Status,
-        hear: Callable[[], Awaitable[None]] | None = None,
+        hear: Callable[[Heard], Awaitable[None]] | None = None,
     ) -> None:
         self._bus = bus
         self._service = service
@@ -103,9 +104,12 @@ class Presence:
             detail = f"{self._replica} was started again after it had died: start {starts}, process {os.getpid()}"
             await tell(self._bus, self._replica, "service restarted", detail, starts=starts)
         while not stop.is_set():
+            reported = self._status.settings_revision, self._status.taking
+            heard = await self._beat(process, starts)
             if self._hear is not None:
-                await self._hear()
-            await self._beat(process, starts)
+                await self._hear(heard)
+            if (self._status.settings_revision, self._status.taking) != reported:
+                continue  # report at once what was heard
             try:
                 async with asyncio.timeout(self._heartbeat_s):
                     await stop.wait()
@@ -120,7 +124,7 @@ class Presence:
     async def leave(self) -> None:
         await note_left(self._bus, self._replica)
 
-    async def _beat(self, process: psutil.Process, starts: int) -> None:
+    async def _beat(self, process: psutil.Process, starts: int) -> Heard:
         beat = Heartbeat(
             service=self._service,
             replica=self._replica,
@@ -144,9 +148,10 @@ class Presence:
             activity=self._status.start.activity,
             activity_since_s=self._status.start.since_s,
         )
-        await beat_once(self._bus, beat, self._heartbeat_s)
+        heard = await beat_once(self._bus, beat, self._heartbeat_s)
         for report in self._status.memory.take(self._replica):
             await self._bus.publish(MEMORY, report)
+        return heard
 
 
 class HandlerFailures:

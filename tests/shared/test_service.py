@@ -12,11 +12,15 @@ import psutil
 import pytest
 
 from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.stores.replicas.cordon import Word, tell_replica
+from penstock.shared.bus.stores.replicas.heartbeats import heartbeats
+from penstock.shared.bus.stores.replicas.live_settings import Live
+from penstock.shared.bus.stores.replicas.run_secret import RunSecret
 from penstock.shared.errors import SettingsError
 from penstock.shared.process import telemetry
 from penstock.shared.process.service import own_host, parse, serve
 from penstock.shared.settings import Settings
-from tests.conftest import PATIENCE_S, Server
+from tests.conftest import PATIENCE_S, Server, until
 
 
 def _config(folder: Path, url: str) -> list[str]:
@@ -128,3 +132,23 @@ async def test_a_service_whose_heartbeats_fail_ends_with_their_error(
     with pytest.raises(RuntimeError, match="a bug in a heartbeat"):
         async with asyncio.timeout(PATIENCE_S), serve(settings, "rollout", "rollout-0"):
             await asyncio.Event().wait()
+
+
+async def test_a_heartbeat_brings_orders_settings_and_secret_and_what_it_brought_is_reported_at_once(
+    own_server: Server, tmp_path: Path
+) -> None:
+    tables = {"run": {"id": "heard", "folder": tmp_path}, "bus": {"url": own_server.url}}
+    settings = Settings.model_validate({**tables, "internal": {"heartbeat_s": 10 * PATIENCE_S}})
+    bus = await Bus.connect(own_server.url, "heard", wait_s=PATIENCE_S)
+    await tell_replica(bus, "rollout-0", Word.CORDONED)
+    assert await Live(bus, settings).change(0, {"algorithm.max_lag": 2}, "") is not None
+    secret = RunSecret(bus)
+    await secret.refresh()
+
+    async def is_reported() -> bool:
+        return [(beat.settings_revision, beat.taking) for beat in await heartbeats(bus)] == [(1, False)]
+
+    async with serve(settings, "rollout", "rollout-0") as context:
+        await until(is_reported)
+        assert (context.live.settings.algorithm.max_lag, context.secret()) == (2, secret())
+    await bus.close()

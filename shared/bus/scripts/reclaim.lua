@@ -1,11 +1,12 @@
 #!lua flags=allow-oom
 -- Reclaim: take over entries that were given back, or that a consumer without a lease has held for a while.
 -- KEYS: stream crashes swept leases
--- ARGV: group consumer min_idle_ms count given_back stream_name suspect
--- `given_back`: consumer of entries that were given back; `suspect`: 1 to note what a silent consumer held. One worker at a
--- time looks for those, and as long as `swept` lives none again. `min_idle_ms`: 0 to take from any consumer. Consumers
--- of older releases renew entry by entry, so that theirs are not idle; they do not know leases, and would take what is
--- held under one: the workers of a stream are of one release (docs/operations.md).
+-- ARGV: group consumer min_idle_ms count given_back stream_name suspects
+-- `given_back`: consumer of entries that were given back; `suspects`: how many of silent consumers to take and to note as
+-- such, or -1 to take them as others. One worker at a time looks for those, and as long as `swept` lives none again.
+-- `min_idle_ms`: 0 to take from any consumer. Consumers of older releases renew entry by entry, so that theirs are not
+-- idle; they do not know leases, and would take what is held under one: the workers of a stream are of one release
+-- (docs/operations.md).
 -- Returns {entry id, attempts, crashes, field values}...; attempts counts this delivery only if the previous one ended
 -- by itself.
 local result, taken = {}, {}
@@ -17,7 +18,7 @@ local function take(rows)
     taken[row[1]] = true
     if claimed then
       local field = stream_name .. ':' .. row[1]
-      if suspect == '1' and not returned then
+      if suspects ~= '-1' and not returned then
         redis.call('HINCRBY', crashes, field, 1)
       end
       result[#result + 1] = {row[1], attempts, tonumber(redis.call('HGET', crashes, field) or '0'), claimed[2]}
@@ -26,6 +27,9 @@ local function take(rows)
   return #rows
 end
 local room = count - take(redis.call('XPENDING', stream, group, 'IDLE', min_idle_ms, '-', '+', count, given_back))
+if suspects ~= '-1' then
+  room = math.min(room, tonumber(suspects))
+end
 local rest_ms = math.floor(math.min(min_idle_ms / 3, 2000))
 if room > 0 and (rest_ms < 1 or redis.call('SET', swept, consumer, 'NX', 'PX', rest_ms)) then
   local time, leased = redis.call('TIME'), {[given_back] = true}

@@ -361,7 +361,7 @@ async def test_what_a_process_cannot_survive_is_noted_of_all_samples_that_it_han
     generating.go_on()
     with pytest.raises(StateLost, match="the engine died"):
         await generating.worker.run(asyncio.Event())
-    left = await bus.reclaim(PROMPTS, Prompt, "b", 0.0, 10, suspect=True)
+    left = await bus.reclaim(PROMPTS, Prompt, "b", 0.0, 10, suspects=10)
     assert [(entry.part, entry.attempts, entry.crashes) for entry in left] == [("2", 1, 1), ("3", 1, 1)]
     assert [await bus.cause(entry) for entry in left] == ["StateLost('the engine died')"] * 2
 

@@ -20,6 +20,7 @@ from penstock.shared.bus.bus import Bus, Delivery
 from penstock.shared.bus.client import connection
 from penstock.shared.bus.encoding import wire
 from penstock.shared.bus.messages import Experience, PolicyVersion, Prompt, RolloutGroup
+from penstock.shared.bus.shares import consumers
 from penstock.shared.bus.stores.policy.ledger import Ledger, RunState
 from penstock.shared.bus.streams import EXPERIENCE, PROMPTS, ROLLOUTS
 from penstock.shared.errors import BusUnavailable, MessageError, SettingsError
@@ -62,9 +63,9 @@ async def test_an_entry_counts_the_consumers_that_fell_silent_over_it_and_the_at
     await put(bus)
     taken = await take(bus, "a")
     for name in ("b", "c"):
-        taken += await bus.reclaim(PROMPTS, Prompt, name, min_idle_s=0.0, count=1, suspect=True)
+        taken += await bus.reclaim(PROMPTS, Prompt, name, min_idle_s=0.0, count=1, suspects=10)
     await bus.give_back(PROMPTS, "c", taken[0].entry_id, idle_s=0.0)
-    taken += await bus.reclaim(PROMPTS, Prompt, "d", min_idle_s=0.0, count=1, suspect=True)
+    taken += await bus.reclaim(PROMPTS, Prompt, "d", min_idle_s=0.0, count=1, suspects=10)
     assert [(delivery.attempts, delivery.crashes) for delivery in taken] == [(1, 0), (1, 1), (1, 2), (2, 2)]
     assert await bus.hand_over(taken[-1], ROLLOUTS, builders.group(0))
     assert await raw(bus).hgetall(bus.keys.named("crashes")) == {}
@@ -185,6 +186,14 @@ def test_each_entry_is_handled_once_in_whatever_order_consumers_live_and_die(
             await bus.close()
 
     asyncio.run(run())
+
+
+async def test_consumers_of_a_stream_are_counted_whether_or_not_they_hold_anything(bus: Bus) -> None:
+    assert await consumers(bus, PROMPTS) == 0
+    await put(bus)
+    await take(bus, "a")
+    await take(bus, "b")
+    assert (await consumers(bus, PROMPTS), await consumers(bus, streams.STEPS)) == (2, 0)
 
 
 async def test_renewing_what_somebody_else_took_over_does_not_take_it_back(bus: Bus) -> None:

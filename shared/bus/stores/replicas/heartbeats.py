@@ -10,6 +10,9 @@ from pydantic import TypeAdapter
 from penstock.shared.bus.bus import Bus
 from penstock.shared.bus.keys import key
 from penstock.shared.bus.messages import PolicyVersion
+from penstock.shared.bus.stores.replicas.cordon import CORDONS
+from penstock.shared.bus.stores.replicas.live_settings import LIVE
+from penstock.shared.bus.stores.replicas.run_secret import SECRET
 
 log = logging.getLogger(__name__)
 
@@ -80,11 +83,26 @@ class Heartbeat:
     """Unix seconds."""
 
 
-async def beat_once(bus: Bus, beat: Heartbeat, heartbeat_s: float) -> None:
-    """Write a heartbeat, which expires unless renewed."""
-    ttl_ms = int(heartbeat_s * MISSED_HEARTBEATS * 1000)
-    await bus.write(SERVICE.of(beat.replica), "SET", json.dumps(dataclasses.asdict(beat)), "PX", ttl_ms)
-    await bus.write(SERVICES, "SADD", beat.replica)
+@dataclasses.dataclass(frozen=True, slots=True)
+class Heard:
+    """Values on the bus that a replica reads with each heartbeat; None: not set."""
+
+    order: bytes | None
+    """For ``Cordon.hear``."""
+    revision: bytes | None
+    """For ``Live.hear``."""
+    secret: bytes | None
+    """For ``RunSecret.hear``."""
+
+
+async def beat_once(bus: Bus, beat: Heartbeat, heartbeat_s: float) -> Heard:
+    """Write a heartbeat, which expires unless renewed, and read, in one round trip: a fleet's largest cost when idle."""
+    heard = await bus.script(
+        "beat", heartbeat=SERVICE.of(beat.replica), orders=CORDONS, revisions=LIVE, run_secret=SECRET,
+        replica=beat.replica, text=json.dumps(dataclasses.asdict(beat)),
+        ttl_ms=int(heartbeat_s * MISSED_HEARTBEATS * 1000),
+    )  # fmt: skip
+    return Heard(*heard)
 
 
 async def note_told(bus: Bus, replica: str) -> None:

@@ -85,10 +85,14 @@ class Live:
         self._listeners.append(listener)
 
     async def refresh(self) -> Settings:
-        """Read the newest revision; return the settings. A revision that cannot be applied is logged and skipped."""
+        """Read and apply the newest revision; return the settings."""
+        return await self.hear(await self._bus.hget(LIVE, "revision"))
+
+    async def hear(self, newest: bytes | None) -> Settings:
+        """Apply the revision of this number; return the settings. One that cannot be applied is logged and skipped."""
         number = self.revision
         try:
-            number = await self.newest()
+            number = _number(newest)
             if number == self.revision:
                 return self.settings
             if number < self.revision and self._applied is not None:
@@ -107,11 +111,7 @@ class Live:
         return settings
 
     async def newest(self) -> int:
-        stored = await self._bus.hget(LIVE, "revision")
-        number = int(stored or 0)
-        if not 0 <= number < 1 << 53:
-            raise ValueError(f"there is no revision {number} of the settings")
-        return number
+        return _number(await self._bus.hget(LIVE, "revision"))
 
     async def at(self, number: int) -> Settings:
         """Return a revision's settings; the run's file if unknown."""
@@ -170,6 +170,13 @@ class Live:
     def values(self) -> dict[str, Json]:
         """Return the current changeable values."""
         return {key: value_of(self.settings, key) for key in CHANGEABLE}
+
+
+def _number(stored: bytes | None) -> int:
+    number = int(stored or 0)
+    if not 0 <= number < 1 << 53:
+        raise ValueError(f"there is no revision {number} of the settings")
+    return number
 
 
 def check_changeable(changes: Mapping[str, object]) -> None:

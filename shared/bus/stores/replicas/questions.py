@@ -23,6 +23,7 @@ WITHIN_S = 120.0
 """Longest wait for an answer."""
 _CLAIM_S = 600
 _BLOCK_S = 1.0
+_IDLE_S = 5.0
 _MOST = 16
 _LONGEST_REASON = 2000
 
@@ -75,7 +76,7 @@ class Questions:
             newest = await self._bus.xrevrange(QUESTIONS, count=1)
             self._after = newest[0][0] if newest else "0-0"
         claimed = []
-        for entry, fields in await self._bus.xread({QUESTIONS: self._after}, _MOST, _BLOCK_S):
+        for entry, fields in await self._bus.xread({QUESTIONS: self._after}, _MOST, _IDLE_S):
             self._after = entry
             try:
                 prompt = wire.decode(fields.get(b"data", b""), Prompt)

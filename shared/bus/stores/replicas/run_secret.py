@@ -33,7 +33,11 @@ class RunSecret:
         listener(self._value)
 
     async def refresh(self) -> None:
-        before, known = self._value, await self._bus.get(SECRET)
+        await self.hear(await self._bus.get(SECRET))
+
+    async def hear(self, known: bytes | None) -> None:
+        """Adopt the secret of the bus; None: restore it, or create one."""
+        before = self._value
         if known is None:
             await self._bus.write(SECRET, "SET", self._value or secrets.token_hex(32), "NX")
             known = await self._bus.get(SECRET)
