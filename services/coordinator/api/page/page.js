@@ -111,7 +111,7 @@ function draw() {
   drawLineage(byId("lineage"), history.policies, run.head, run.state,
     (target) => rollBack(target, history.policies, shown.run, changed), (one) => showVersion(one, history.policies, shown.run, changed));
   drawRollouts(byId("rollouts"), shown.groups, {
-    whole: (group) => get(`v1/run/rollouts/${group.id}`), search: shown.search, none: shown.query ? "no group matches" : "no steps yet",
+    whole: (group) => get(`v1/run/rollouts/${group.id}`), tokens: (group, place, first) => get(`v1/run/rollouts/${group.id}/tokens?completion=${place}&first=${first}`), search: shown.search, none: shown.query ? "no group matches" : "no steps yet",
     showProblem: (problem) => trying(() => find("problem", problem)),
   });
   byId("older").hidden = shown.cursor === null;
