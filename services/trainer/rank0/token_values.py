@@ -50,7 +50,7 @@ class TokenRecorder:
         try:
             parts = np.split(sample.token_ids, sample.segments[1:, 0])
             return [text for part in parts for text in token_texts(self._tokenizer, part.tolist())]
-        except Exception as error:  # whatever a tokenizer raises on what a model writes
+        except Exception as error:  # noqa: BLE001 (whatever a tokenizer raises on what a model writes)
             log.warning("tokens are recorded without texts", extra={"error": str(error)})
             return None
 
@@ -66,7 +66,7 @@ def token_texts(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[str]:
     for token_id in token_ids:
         try:
             text = stream.step(fast, token_id)
-        except Exception:  # "Invalid prefix encountered", from which a stream does not recover
+        except Exception:  # noqa: BLE001 ("Invalid prefix encountered", from which a stream does not recover)
             stream = DecodeStream(skip_special_tokens=False)
             text = stream.step(fast, token_id)
         texts.append(text or "")

@@ -69,8 +69,8 @@ function heading(group, columns, search, showProblem) {
   const rewards = group.completions.map((one) => one.reward ?? 0), isShown = group.replica === DEMONSTRATIONS;
   const versions = [...new Set(group.completions.flatMap((one) => one.versions))].toSorted((a, b) => a - b);
   const about = isShown ? "shown" : `v${versions.join(", v")} · mean reward ${figure(rewards.reduce((sum, reward) => sum + reward, 0) / rewards.length)}`;
-  return el("tr", { class: "group" }, el("th", { colspan: columns, scope: "rowgroup" }, `step ${figure(group.step)} · ${about} · `, marked(askedOf(group.prompt).slice(-TAIL), search), " ",
-    showProblem === null ? "" : el("button", { type: "button", class: "plain soft", onclick: () => showProblem(group.row_id) }, "This problem in all versions")));
+  return el("tr", { class: "group" }, el("th", { colspan: columns, scope: "rowgroup" }, el("div", { class: "stay" }, `step ${figure(group.step)} · ${about} · `, marked(askedOf(group.prompt).slice(-TAIL), search), " ",
+    showProblem === null ? "" : el("button", { type: "button", class: "plain soft", onclick: () => showProblem(group.row_id) }, "This problem in all versions"))));
 }
 
 /** Completions of one text and reward share a line; of texts that are cut, nothing is known of the rest. */
@@ -135,7 +135,7 @@ function wholeOf(group, place, { tokens, showProblem, search }) {
   const one = group.completions[place], turns = one.turns?.length ? one.turns : [];
   const cut = one.ended ? `, ended: ${one.ended}` : one.finish_reason === "length" ? ", cut at the limit" : "";
   const text = (turns.length ? turns.map((turn) => messageOf(turn, search)) : [el("p", { class: "soft" }, "completion"), el("pre", { class: "text", tabindex: "0" }, marked(one.text, search))]).flat(2).filter((node) => node !== "");
-  return el("div", { class: "whole" },
+  return el("div", { class: "whole stay" },
     el("p", { class: "soft" }, `step ${figure(group.step)}, group ${group.group}, ${group.problem}, by ${group.replica}, v${one.versions.join(", v")}: ${figure(one.tokens)} tokens${cut} `,
       showProblem === null ? "" : el("button", { type: "button", class: "quiet", onclick: () => showProblem(group.row_id) }, "This problem in all versions")),
     Object.entries(one.scores).map(([name, score]) => el("p", { class: "soft" }, `${name} ${scoreOf(score)}${score.detail ? `: ${score.detail}` : ""}`)),
