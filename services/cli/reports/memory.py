@@ -8,6 +8,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from penstock.services.cli.connection import existing
 from penstock.services.cli.plan import preferences
 from penstock.services.coordinator.records.jsonl import read
 from penstock.services.coordinator.records.memory import MEMORY_FILE
@@ -102,7 +103,7 @@ def _summed(parts: Iterable[tuple[str, float]]) -> dict[str, float]:
 
 def show(run: Path, *, as_json: bool) -> None:
     """Print the memory of the run in folder ``run``, and what is planned for it. Raises PenstockError: it has no records."""
-    measured = phases(read(run / MEMORY_FILE))
+    measured = phases(read(existing(run) / MEMORY_FILE))
     if not measured:
         raise PenstockError(
             f"no records of memory in {run / MEMORY_FILE}: they are written from a run's first step on; "
