@@ -391,11 +391,9 @@ def plan(
     from penstock.services.plan import report as shown
 
     if memory is not None:
-        if words or model or calibrate or turns or write:
-            raise SettingsError("--memory shows a run as it was: leave out CONFIG and all options but --json")
         from penstock.services.cli.reports import memory as memories
 
-        memories.show(named(memory), as_json=as_json)
+        memories.show(named(memory), words or model or calibrate or turns or write, as_json=as_json)
         return
     config, flags = split(words or [])
     made = plans.make(plans.settings_of(config, flags), gpus, model, calibrate, turns)

@@ -42,7 +42,7 @@ def talk(policy: Policy, asked: Asked, ask: str) -> None:
     """Answer ``ask``, or each line of standard input.
 
     Raises:
-        PenstockError: ``ask``, or, at the end of an input that nobody types, a line of it could not be answered.
+        PenstockError: ``ask``, or, at the end of an input that is no terminal, a line of it could not be answered.
     """
     messages = [{"role": "system", "content": asked.system}] if asked.system else []
     if ask:

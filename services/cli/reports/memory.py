@@ -16,7 +16,7 @@ from penstock.services.plan.hardware import GIB
 from penstock.services.plan.memory import Component, EngineOptions, engine_memory, trainer_table
 from penstock.services.plan.workload import Workload, workload_of
 from penstock.services.up.display import console
-from penstock.shared.errors import PenstockError
+from penstock.shared.errors import PenstockError, SettingsError
 from penstock.shared.settings import Settings, load_run
 from penstock.shared.text.terminal import escaped_line
 
@@ -101,8 +101,12 @@ def _summed(parts: Iterable[tuple[str, float]]) -> dict[str, float]:
     return sums
 
 
-def show(run: Path, *, as_json: bool) -> None:
-    """Print the memory of the run in folder ``run``, and what is planned for it. Raises PenstockError: it has no records."""
+def show(run: Path, unused: object = None, *, as_json: bool) -> None:
+    """Print the memory of the run in folder ``run``, and what is planned for it. Raises PenstockError: it has no records,
+    or ``unused`` options were given.
+    """
+    if unused:
+        raise SettingsError("--memory shows a run as it was: leave out CONFIG and all options but --json")
     measured = phases(read(existing(run) / MEMORY_FILE))
     if not measured:
         raise PenstockError(

@@ -18,7 +18,7 @@ _DECIMALS = 4
 
 
 class TokenRecorder:
-    """Rank 0's, on the training thread. What cannot be recorded is left out: training never waits for it."""
+    """Rank 0's, on the training thread. What cannot be recorded is skipped: training never waits for it."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings

@@ -119,6 +119,13 @@ def record_routes(rows: Rows, folder: FilePath) -> APIRouter:
         items = page.items if excerpt is None else [of_group(group, excerpt, sought) for group in page.items]
         return Page(items=items, next=page.next)
 
+    _add_group(router, folder, groups)
+    return router
+
+
+def _add_group(router: APIRouter, folder: FilePath, groups: Groups) -> None:
+    """Add the routes of one group."""
+
     @router.get("/rollouts/{entry}", operation_id="getRollout", summary="One group that was trained on")
     async def rollout(entry: GroupId) -> RolloutView:
         return await soon(_group(groups, entry))
@@ -130,8 +137,6 @@ def record_routes(rows: Rows, folder: FilePath) -> APIRouter:
     )
     async def tokens(entry: GroupId, completion: Place = 0, first: Place = 0, limit: ManyTokens = 1000) -> TokensView:
         return await soon(_tokens(folder, await soon(_group(groups, entry)), completion, first, limit))
-
-    return router
 
 
 async def _group(groups: Groups, entry: str) -> RolloutView:
