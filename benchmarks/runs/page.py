@@ -72,18 +72,30 @@ def write_run(folder: Path, steps: int) -> None:
     (folder / "summary.json").write_text(json.dumps({"run_id": "long", "state": "finished", "steps": steps}))
     with (folder / "rollouts.jsonl").open("w") as file:
         for step in range(steps - 5 * GROUPS + 5, steps + 1, 5):
-            values = [completion(draw) for _ in range(COMPLETIONS)]
-            write_record(folder, step, step, values)
+            recorded = [completion(draw) for _ in range(COMPLETIONS)]
+            write_record(folder, step, step, recorded)
             completions = [
                 {
                     "text": "".join(each["texts"] or ()), "reward": draw.random(), "tokens": len(each["ids"]),
                     "scores": {"answer": {"status": "ok", "value": draw.random(), "detail": ""}},
                     "finish_reason": "stop", "versions": [step - 1],
                 }
-                for each in values
+                for each in recorded
             ]  # fmt: skip
-            about = {"step": step, "version": step, "group": step, "problem": "train.jsonl:1", "row_id": "a"}
-            line = {"entry": f"{step}-0", **about, "prompt": "7+8=", "answer": "15", "replica": "rollout-0"}
+            place: dict[str, Any] = {
+                "step": step,
+                "version": step,
+                "group": step,
+                "problem": "train.jsonl:1",
+                "row_id": "a",
+            }
+            line: dict[str, Any] = {
+                "entry": f"{step}-0",
+                **place,
+                "prompt": "7+8=",
+                "answer": "15",
+                "replica": "rollout-0",
+            }
             file.write(json.dumps({**line, "completions": completions}) + "\n")
 
 

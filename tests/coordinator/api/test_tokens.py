@@ -71,7 +71,8 @@ async def test_tokens_are_read_from_a_live_and_an_ended_run_in_parts(bus: Bus, t
             assert (await tokens(new["id"], "?first=99"))["ids"] == []
             assert [await tokens(new["id"], "?completion=2"), await tokens(old["id"]), await tokens("9-9")] == [404] * 3
             assert await tokens(new["id"], "?limit=100000") == 422
-            for damaged in ([{}], [None], [1, 2], {"0": 1}, [{**VALUES, "logprobs": ["x"]}]):
+            many: list[Any] = [[{}], [None], [1, 2], {"0": 1}, [{**VALUES, "logprobs": ["x"]}]]
+            for damaged in many:
                 record_path(folder, 5, 2).write_text(json.dumps({"completions": damaged}))
                 assert await tokens(new["id"]) == 404
             write_record(folder, 5, 2, [VALUES, {**VALUES, "texts": None}])
