@@ -27,6 +27,7 @@ from penstock.services.cli.connection import (
     Words,
     WordsOrNone,
     connected,
+    existing,
     named,
     split,
 )
@@ -63,7 +64,7 @@ app = typer.Typer(
         "Asynchronous RL post-training for language models.\n\n"
         "**Example:** `penstock up config/arithmetic.toml` trains a tiny model on this machine's CPU. For your own data, copy "
         "`config/own-data.toml` and set `policy.model` and `data.path`. `penstock COMMAND --help` has examples.\n\n"
-        "Exit codes: 0 done, 1 no answer or refused, 2 wrong settings, 130 interrupted (continue with `up --resume`)."
+        "Exit codes: 0 done, 1 failed or refused, 2 wrong usage, settings or RUN, 130 Ctrl-C (continue with `up --resume`)."
     ),
 )
 data = typer.Typer(help="Examine the data of a run.", no_args_is_help=True)
@@ -392,7 +393,7 @@ def plan(
     if memory is not None:
         from penstock.services.cli.reports import memory as memories
 
-        memories.show(named(memory), as_json=as_json)
+        memories.show(named(memory), words or model or calibrate or turns or write, as_json=as_json)
         return
     config, flags = split(words or [])
     made = plans.make(plans.settings_of(config, flags), gpus, model, calibrate, turns)
@@ -434,12 +435,7 @@ def report(
         return
     from penstock.services.coordinator.records.report import write_report
 
-    if not run.is_dir():
-        raise PenstockError(f"no run's folder at {run}: give RUN")
-    try:
-        console.say(str(write_report(run)))
-    except OSError as error:
-        raise PenstockError(f"could not write the report in {run}: {error}") from error
+    console.say(str(write_report(existing(run))))
 
 
 @data.command("check", context_settings={"ignore_unknown_options": True})

@@ -34,6 +34,8 @@ Reason = Annotated[str, typer.Option("--reason", metavar="TEXT", help="The reaso
 RunArgument = Annotated[Path, typer.Argument(metavar="[RUN]", help="The run's folder, its settings file, or `latest`.")]
 RunOption = Annotated[Path | None, typer.Option("--run", metavar="RUN", help="The same as RUN.", show_default=False)]
 _FOLDER = "run_folder"
+_OF_RUNS = ("coordinator.json", "settings.toml", "deployment.json")
+"""Of which a run's folder has one, from its start on."""
 _RunFolder = Annotated[Path | None, typer.Argument(metavar="[RUN]", help="The same as --run.", show_default=False)]
 _WORDS = "The run's TOML file, and settings to override."
 Words = Annotated[
@@ -79,7 +81,7 @@ class Connection:
         from penstock.services.cli.cluster import deployment
         from penstock.services.client.coordinator import find, read_token
 
-        if not self.url and (deployed := deployment.find(self.run)) is not None:
+        if not self.url and (deployed := deployment.find(existing(self.run))) is not None:
             return deployed.connect()
         address = find(self.url, self.run)
         return address, read_token(self.token_file, address, self.run)
@@ -142,6 +144,16 @@ def _is_argument(parameter: inspect.Parameter) -> bool:
 def named(run: Path) -> Path:
     """Return the folder that ``latest`` names, else ``run``."""
     return LATEST if str(run) == LATEST.name and not run.exists() else run
+
+
+def existing(run: Path) -> Path:
+    """Return ``run``. Raises SettingsError: no run's folder is there."""
+    if not any((run / name).is_file() for name in _OF_RUNS):
+        raise SettingsError(
+            f"no run at {run}: {_OF_RUNS[0]} is missing there: start one with `penstock up`, or give --run RUN_FOLDER or --url "
+            "http://HOST:PORT"
+        )
+    return run
 
 
 def split(words: list[str]) -> tuple[Path | None, list[str]]:

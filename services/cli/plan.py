@@ -19,7 +19,7 @@ from penstock.services.plan.rates import SLOWED
 from penstock.services.plan.report import Plan, text
 from penstock.services.plan.workload import Workload, snapshots_of, with_turns, workload_of
 from penstock.shared.errors import SettingsError
-from penstock.shared.settings import RunKind, Settings, load, loads
+from penstock.shared.settings import SETTINGS_FILE, RunKind, Settings, load, loads
 
 _HOSTS, _DECODING = (0.1, 2.0), (0.1, 10.0)
 """Seconds of an engine's scheduler, over those of vLLM's own on the measured hosts, and of decoding steps over the planned
@@ -44,7 +44,7 @@ def make(settings: Settings, gpus: str, model: str = "", calibrate: Path | None 
             f"expected algorithm.imitation = 0 with penstock plan, found {settings.algorithm.imitation:g}: how many groups of a step are "
             "demonstrations, which are not generated, is not predicted; with 0, all of them are planned as generated, an upper bound"
         )
-    if calibrate is not None and not calibrate.exists():
+    if calibrate is not None and not (calibrate / SETTINGS_FILE).is_file():
         raise SettingsError(f"no run's folder at {calibrate}: change --calibrate")
     work, stated = work_of(settings, model), _stated(settings, turns, calibrate)
     if stated is not None:

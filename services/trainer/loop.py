@@ -188,6 +188,9 @@ class Trainer:
             return StepSkipped(str(error), error.touched)
         published, plan = self._publish(command), self._learner.plan
         assert plan is not None
+        if self.step % self._settings.coordinator.sample_every_steps == 0:
+            logprobs = dict(pair for part in self._engine.gathered(self._learner.logprobs) for pair in part.items())
+            self._artifacts.record_tokens(command.version, command.groups[-1], logprobs)
         memory, samples = self._phases.take_memory(), self._engine.gathered(self._phases.take_samples())
         return StepMade(published, measured, plan, self._phases.take(), memory, samples)
 

@@ -164,7 +164,7 @@ class CoordinatorSettings(Section):
     autostart: bool = Field(default=True)
     """Whether the run starts as soon as its services are ready; otherwise it waits for `penstock resume`."""
     sample_every_steps: PositiveInt = Field(default=5)
-    """Steps between two groups written to rollouts.jsonl and shown as tables in trackers."""
+    """Steps between two groups written to rollouts.jsonl, with their tokens in tokens/, and shown as tables in trackers."""
 
 
 Tracker = Literal["wandb", "trackio", "mlflow", "tensorboard"]

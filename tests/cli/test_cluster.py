@@ -139,11 +139,12 @@ def test_what_is_wrong_is_a_sentence(tmp_path: Path, cluster: str, words: tuple[
 
 
 def test_a_local_run_is_not_deleted_and_its_logs_are_files(tmp_path: Path) -> None:
+    (tmp_path / "settings.toml").touch()
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "trainer-0.log").write_text("first\nsecond\n")
     assert "second" in penstock("logs", str(tmp_path), "--lines", "1").stdout
     assert "was not started by `penstock deploy`" in penstock("delete", "--run", str(tmp_path)).stderr
-    assert "no run's folder at" in penstock("delete", str(tmp_path / "missing")).stderr
+    assert "no run at" in penstock("delete", str(tmp_path / "missing")).stderr
 
 
 def test_secrets_are_left_out_wherever_they_are() -> None:

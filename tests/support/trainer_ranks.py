@@ -37,6 +37,7 @@ from penstock.services.trainer.rank0.publication import Publication
 from penstock.services.trainer.rank_group import start_ranks
 from penstock.shared.bus.messages import Experience, PolicyVersion, StepPlan
 from penstock.shared.files import durable
+from penstock.shared.files.token_records import read_record
 from penstock.shared.process import memory_timeline
 from penstock.shared.settings import Settings
 from tests.support import teaching, tiny, tiny_hybrids, tolerance
@@ -98,6 +99,7 @@ def settings(zero_stage: int, ranks: int, folder: Path = Path("runs"), **tables:
             "run": {"id": "ranks", "folder": folder, "device": "cpu"},
             "policy": {"dtype": "float32", "lora": tables.get("lora", {}), "model": tables.get("model", "tiny")},
             "sampling": {"max_new_tokens": 8},
+            "coordinator": {"sample_every_steps": 1},
             "internal": {"probe_every_versions": 0, **chunks},
             "algorithm": {"groups_per_step": 4, **tables.get("algorithm", {})},
             "trainer": {
@@ -337,7 +339,9 @@ def full_folder(of: Settings) -> dict[str, Any]:
     root = of.run_folder / "checkpoints"
     dist.barrier()
     whole = [actual.state.step for actual in local_store.find(root)]
-    return {"said": said, "whole": whole, "left": sorted(path.name for path in root.iterdir())}
+    values = read_record(of.run_folder, 1, data[-1].group_id) or () if writes else ()
+    recorded = [len([value for value in each["trainer_logprobs"] if value is not None]) for each in values]
+    return {"said": said, "whole": whole, "left": sorted(path.name for path in root.iterdir()), "recorded": recorded}
 
 
 def _refuse(*_: Any, **__: Any) -> None:

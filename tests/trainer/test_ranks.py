@@ -215,5 +215,9 @@ def test_a_folder_that_is_full_for_one_rank_leaves_the_checkpoint_before_and_the
     assert two["full"]["left"] == ["step-000001", "step-000003"]
 
 
+def test_tokens_of_a_group_are_recorded_whichever_rank_trained_them(two: dict[str, Any]) -> None:
+    assert two["full"]["recorded"] == [2, 5, 3, 4]
+
+
 def test_a_trainer_that_compiles_nothing_does_not_import_torchs_compiler(two: dict[str, Any]) -> None:
     assert two["compiler"] == []

@@ -13,7 +13,7 @@ import typer
 from penstock.services.cli.cluster import programs
 from penstock.services.cli.cluster.deployment import Deployment, find
 from penstock.services.cli.cluster.upgrade import compared, confirm
-from penstock.services.cli.connection import LATEST, RunArgument, RunOption, named
+from penstock.services.cli.connection import LATEST, RunArgument, RunOption, existing, named
 from penstock.services.up.display import console
 from penstock.shared.errors import PenstockError, SettingsError
 from penstock.shared.text.terminal import escaped_line
@@ -120,7 +120,7 @@ def logs(
 
     **Example:** `penstock logs --service trainer --follow`
     """
-    run = named(run_option or run)
+    run = existing(named(run_option or run))
     if (deployed := find(run)) is not None:
         selector = deployed.selector + (f",app.kubernetes.io/component={service}" if service else "")
         words = deployed.kubectl("logs", "-l", selector, "--prefix", "--tail", str(lines), "--max-log-requests", "100")
@@ -131,7 +131,7 @@ def logs(
             raise PenstockError(f"no log files in {run / 'logs'}: give RUN, or another --service")
         words = ["tail", "-n", str(lines), *(["-F"] if follow else []), *map(str, files)]
     if _print(words):
-        raise PenstockError(f"could not read the logs: {' '.join(words[:3])} … failed")
+        raise PenstockError(f"could not read the logs: {' '.join(words[:3])} … failed: see the lines above")
 
 
 def _print(words: Sequence[str]) -> int:
@@ -148,10 +148,8 @@ def delete(run: RunArgument = LATEST, run_option: RunOption = None) -> None:
 
     **Example:** `penstock delete runs/my-run`
     """
-    run = named(run_option or run)
+    run = existing(named(run_option or run))
     if (deployed := find(run)) is None:
-        if not run.is_dir():
-            raise PenstockError(f"no run's folder at {run}: give RUN")
         raise PenstockError(
             f"{run} was not started by `penstock deploy`: end a local run with `penstock stop` or Ctrl-C"
         )

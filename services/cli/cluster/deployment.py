@@ -129,7 +129,7 @@ def find(folder: Path) -> Deployment | None:
     """Return the deployment recorded in a run's folder, if any."""
     try:
         return Deployment(**json.loads((folder / _RECORD).read_text(encoding="utf-8")))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, TypeError) as error:
         raise PenstockError(f"could not read {folder / _RECORD}: {error}: deploy the run again") from error

@@ -49,5 +49,9 @@ def confirm(upgrade: Upgrade, name: str, yes: bool) -> None:
     if not sys.stdin.isatty():
         raise PenstockError(f"{sentence}; nothing was changed: give --yes to accept that")
     console.say(sentence)
-    if not typer.confirm("Continue?"):
+    try:
+        is_agreed = typer.confirm("Continue?")
+    except typer.Abort as error:
+        raise KeyboardInterrupt from error
+    if not is_agreed:
         raise PenstockError("nothing was changed")

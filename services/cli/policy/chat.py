@@ -39,16 +39,24 @@ def open_policy(run: Path, version: str, url: str, token_file: Path | None) -> P
 
 
 def talk(policy: Policy, asked: Asked, ask: str) -> None:
-    """Answer ``ask``, or each line of standard input. Raises PenstockError if ``ask`` cannot be answered."""
+    """Answer ``ask``, or each line of standard input.
+
+    Raises:
+        PenstockError: ``ask``, or, at the end of an input that is no terminal, a line of it could not be answered.
+    """
     messages = [{"role": "system", "content": asked.system}] if asked.system else []
     if ask:
         _answer(policy, asked, messages, ask)
         return
+    unanswered = 0
     for line in _lines():
         try:
             _answer(policy, asked, messages, line)
         except PenstockError as error:
+            unanswered += 1
             console.warn(f"penstock chat: {error}")
+    if unanswered and not sys.stdin.isatty():
+        raise PenstockError(f"{unanswered} lines were not answered: see above")
 
 
 def _answer(policy: Policy, asked: Asked, messages: list[dict[str, str]], text: str) -> None:

@@ -1,6 +1,5 @@
 """What commands show of a run without a coordinator: its folder's records."""
 
-import contextlib
 import dataclasses
 import json
 import subprocess
@@ -38,8 +37,7 @@ class EndedRun:
         process, url, token = self._serve()
         console.say_link(page_link(url, token))
         console.warn("Ctrl-C ends the page")
-        with contextlib.suppress(KeyboardInterrupt):
-            process.wait()
+        process.wait()
 
     def serve(self) -> tuple[str, str]:
         """Return URL and token of its records' API, which is served until the command ends. Raises PenstockError."""

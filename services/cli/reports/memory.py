@@ -8,6 +8,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from penstock.services.cli.connection import existing
 from penstock.services.cli.plan import preferences
 from penstock.services.coordinator.records.jsonl import read
 from penstock.services.coordinator.records.memory import MEMORY_FILE
@@ -15,7 +16,7 @@ from penstock.services.plan.hardware import GIB
 from penstock.services.plan.memory import Component, EngineOptions, engine_memory, trainer_table
 from penstock.services.plan.workload import Workload, workload_of
 from penstock.services.up.display import console
-from penstock.shared.errors import PenstockError
+from penstock.shared.errors import PenstockError, SettingsError
 from penstock.shared.settings import Settings, load_run
 from penstock.shared.text.terminal import escaped_line
 
@@ -100,9 +101,13 @@ def _summed(parts: Iterable[tuple[str, float]]) -> dict[str, float]:
     return sums
 
 
-def show(run: Path, *, as_json: bool) -> None:
-    """Print the memory of the run in folder ``run``, and what is planned for it. Raises PenstockError: it has no records."""
-    measured = phases(read(run / MEMORY_FILE))
+def show(run: Path, unused: object = None, *, as_json: bool) -> None:
+    """Print the memory of the run in folder ``run``, and what is planned for it. Raises PenstockError: it has no records,
+    or ``unused`` options were given.
+    """
+    if unused:
+        raise SettingsError("--memory shows a run as it was: leave out CONFIG and all options but --json")
+    measured = phases(read(existing(run) / MEMORY_FILE))
     if not measured:
         raise PenstockError(
             f"no records of memory in {run / MEMORY_FILE}: they are written from a run's first step on; "

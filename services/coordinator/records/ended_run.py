@@ -55,6 +55,8 @@ _UNKNOWN: dict[str, Any] = {
 }
 _UNKNOWN |= {"groups_admitted": 0, "started_at_s": 0.0, "bus": ""}
 """What the summary of another Penstock may lack."""
+_OF_VERSIONS = ("reward_mean", "kl_mean", "entropy")
+"""What a version's record on the bus has of its step's metrics."""
 _STREAMS = [stream.name for stream in (*streams.TRAINING_STREAMS, streams.JOURNAL)]
 _IDLE = {"entries": 0, "pending": 0, "oldest_age_s": 0.0}
 _HISTORY_STEPS, _EVALUATIONS = 60, 200
@@ -208,7 +210,8 @@ def _metrics(line: Mapping[str, Json]) -> dict[str, float | None]:
 
 def _policy(line: Mapping[str, Any], parent: PolicyVersion | int | None) -> PolicyView:
     made = {"version": line["version"], "parent": parent, "step": line["step"], "created_at_s": line["finished_at_s"]}
-    return PolicyView.model_validate({**_UNMARKED, **made, "metrics": _metrics(line), "evaluations": []})
+    metrics = {name: value for name, value in _metrics(line).items() if name in _OF_VERSIONS}
+    return PolicyView.model_validate({**_UNMARKED, **made, "metrics": metrics, "evaluations": []})
 
 
 def _view(evaluation: Evaluation) -> EvaluationView:

@@ -7,7 +7,8 @@
     evaluations               evaluations.jsonl    one evaluation
     events                    events.jsonl         one event
     memory                    memory.jsonl         one process's memory by phase and component (``records.memory``)
-    journal (newest group)    rollouts.jsonl       one trained group, each ``sample_every_steps`` steps
+    journal                   rollouts.jsonl       one trained group, each ``sample_every_steps`` steps: that whose tokens
+                                                   the trainer has recorded (``shared.files.token_records``), else the newest
 
 Lines carry their entry's id, where the recorder resumes. While the disk is full it retries. Whatever else has written
 the files, each entry becomes one line: a file that has changed is read again before a line is added.
@@ -18,7 +19,7 @@ import contextlib
 import dataclasses
 import errno
 import logging
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
 
 from penstock.services.coordinator.evaluation.results import evaluations_of
@@ -40,6 +41,8 @@ log = logging.getLogger(__name__)
 _BATCH = 500
 _WAIT_S = 0.5
 _AGAIN_S = 1.0
+_LOOKED_BACK = 64
+"""Groups of the journal among which that of the last due step is looked for."""
 _ROLLOUT_BYTES = 1 << 30
 """Above which every second group of rollouts.jsonl leaves."""
 
@@ -166,15 +169,17 @@ class Recorder:
     async def _sample(self, files: _Files) -> None:
         if files.step // self._every <= files.sampled_step // self._every:
             return
-        newest = await page(self._bus, streams.JOURNAL, None, 1)
-        for entry, experience in _decoded(
-            newest, Experience
-        ):  # empty just after a checkpoint; retried at the next step
-            fields = newest[0][1]
-            step, version = int(fields[b"step"]), fields.get(b"version")
-            line = rollout_line(entry, step, experience, None if version is None else int(version))
+        rows = await page(
+            self._bus, streams.JOURNAL, None, 1
+        )  # empty just after a checkpoint; retried at the next step
+        due = files.step // self._every * self._every
+        if rows and int(rows[0][1][b"step"]) > due:  # behind the trainer
+            older = await page(self._bus, streams.JOURNAL, None, _LOOKED_BACK)
+            rows = [row for row in older if int(row[1][b"step"]) == due][:1] or rows
+        for entry, experience in _decoded(rows, Experience):
+            line = journal_line(entry, rows[0][1], experience)
             self._append(files.rollouts, [] if entry == _entry(files.rollouts) else [line])
-            files.sampled_step = max(step, files.step)
+            files.sampled_step = max(int(rows[0][1][b"step"]), files.step)
 
 
 def _pass(files: _Files, stream: Stream, entries: list[Row]) -> None:
@@ -202,6 +207,12 @@ def _shown(score: Score) -> dict[str, Json]:
     for name, value in score.parts.items():
         shown[f"{score.scorer}.{name}"] = {"status": ScoreStatus.OK.value, "value": value, "detail": ""}
     return shown
+
+
+def journal_line(entry: str, fields: Mapping[bytes, bytes], experience: Experience) -> dict[str, Json]:
+    """Return the line of a journal's entry."""
+    version = fields.get(b"version")
+    return rollout_line(entry, int(fields[b"step"]), experience, None if version is None else int(version))
 
 
 def rollout_line(entry: str, step: int, experience: Experience, version: int | None = None) -> dict[str, Json]:

@@ -21,10 +21,11 @@ from penstock.services.coordinator.records.curves import Curves
 from penstock.services.coordinator.records.jsonl import finite, read
 from penstock.services.coordinator.records.memory import MEMORY_FILE, thinned
 from penstock.services.coordinator.records.summary import mean_ends
-from penstock.services.coordinator.schemas.records import excerpt, rollout_view
+from penstock.services.coordinator.schemas.records import RolloutView, TokensView, excerpt, rollout_view, tokens_view
 from penstock.shared.bus.messages import Json
 from penstock.shared.errors import SettingsError
 from penstock.shared.files.durable import write_whole
+from penstock.shared.files.token_records import read_record
 from penstock.shared.settings import SETTINGS_FILE, load
 from penstock.shared.settings.reading.published import published
 from penstock.shared.text.redaction import redacted_values
@@ -32,10 +33,21 @@ from penstock.shared.text.redaction import redacted_values
 DATA = "data"
 """Event source for data warnings."""
 _PAGE = Path(__file__).parents[1] / "api" / "page"
-_SCRIPTS = ("dom.js", "charts.js", "values.js", "cursor.js", "curves.js", "memory.js", "rollouts.js", "report.js")
+_SCRIPTS = (
+    "dom.js",
+    "charts.js",
+    "values.js",
+    "cursor.js",
+    "curves.js",
+    "memory.js",
+    "tokens.js",
+    "rollouts.js",
+    "report.js",
+)
 _POINTS = 240
 _ENDS = ("reward_mean", "loss", "evaluation_loss")
 _ROLLOUTS, _CHARACTERS = 8, 4000
+_TOKENS, _TOKENS_OF_COMPLETION = 12_000, 500
 _EVENTS = 40
 _REPORTS = 300
 _DOCUMENT = """<!doctype html>
@@ -93,7 +105,7 @@ def records(run_folder: Path) -> dict[str, Json]:
         "lags": lags,
         "ends": {name: list[Json](mean_ends(values)) for name, values in of_ends.items()},
         "evaluations": [{"set": "heldout", **line} for line in read(run_folder / "evaluations.jsonl")],
-        "rollouts": _rollouts(list(read(run_folder / "rollouts.jsonl"))),
+        "rollouts": _rollouts(run_folder, list(read(run_folder / "rollouts.jsonl"))),
         "doubts": list(doubts.values()),
         "events": list[Json](events[-_EVENTS:]),
         "memory": _memory(run_folder),
@@ -136,16 +148,36 @@ def _totals(lines: Iterable[dict[str, Json]]) -> tuple[dict[str, Json], dict[str
     return means, dict(lags), of_ends
 
 
-def _rollouts(lines: Sequence[dict[str, Json]]) -> list[Json]:
-    count = min(_ROLLOUTS, len(lines))
+def _rollouts(run_folder: Path, lines: Sequence[dict[str, Json]]) -> list[Json]:
+    count, left = min(_ROLLOUTS, len(lines)), _TOKENS
     chosen = [lines[round(index * (len(lines) - 1) / max(1, count - 1))] for index in reversed(range(count))]
     groups: list[Json] = []
     for line in chosen:
         try:
-            groups.append(excerpt(rollout_view(line), _CHARACTERS, turns=True).model_dump(mode="json"))
+            view = rollout_view(line)
         except (KeyError, ValidationError):
             continue
+        tokens = _tokens(run_folder, view)
+        view.has_tokens = bool(tokens) and sum(len(each.ids) for each in tokens) <= left
+        if view.has_tokens:
+            left -= sum(len(each.ids) for each in tokens)
+        group = excerpt(view, _CHARACTERS, turns=True).model_dump(mode="json")
+        groups.append({**group, "tokens": [each.model_dump() for each in tokens]} if view.has_tokens else group)
     return groups
+
+
+def _tokens(run_folder: Path, group: RolloutView) -> list[TokensView]:
+    """Return the last tokens of each completion, as its text is cut; none if they are not recorded."""
+    recorded = None if group.version is None else read_record(run_folder, group.version, group.group)
+    try:
+        firsts = [max(0, len(values["ids"]) - _TOKENS_OF_COMPLETION) for values in recorded or ()]
+        views = [
+            tokens_view(values, first, _TOKENS_OF_COMPLETION)
+            for values, first in zip(recorded or (), firsts, strict=True)
+        ]
+    except (KeyError, TypeError, ValidationError):
+        return []
+    return views if len(views) == len(group.completions) else []
 
 
 def _memory(run_folder: Path) -> list[Json]:

@@ -157,6 +157,8 @@ class RolloutView(ResponseModel):
     """Journal entry id."""
     step: int
     """Optimizer step that trained it."""
+    version: int | None = None
+    """Policy version that this step made; null: in older records."""
     group: int
     problem: str
     """Place in the dataset, `file:line`."""
@@ -166,7 +168,38 @@ class RolloutView(ResponseModel):
     """Text or conversation."""
     answer: str | None
     replica: str
+    has_tokens: bool = False
+    """Whether values of its completions' tokens are recorded: `GET /v1/run/rollouts/{entry}/tokens`."""
     completions: list[CompletionView]
+
+
+class TokensView(ResponseModel):
+    """Tokens of a completion; each list has one entry for each token."""
+
+    total: int
+    """Tokens of the completion."""
+    first: int
+    """Index of the first one given here."""
+    ids: list[int]
+    texts: list[str] | None
+    """What each adds to the text, "" where the next one completes its character; null: the model has no tokenizer."""
+    logprobs: list[float | None]
+    """The engine's, in nats; null: not sampled."""
+    trainer_logprobs: list[float | None]
+    """The trainer's, in the token's first forward pass of the step; null: not trained."""
+    versions: list[int]
+    """Policy version that sampled it."""
+
+
+def tokens_view(values: Any, first: int, limit: int) -> TokensView:
+    """Return ``limit`` tokens of a completion's record (``shared.files.token_records``).
+
+    Raises:
+        KeyError, TypeError, ValidationError: from another version.
+    """
+    lists = ("ids", "texts", "logprobs", "trainer_logprobs", "versions")
+    shown = {name: values[name] and values[name][first : first + limit] for name in lists}
+    return TokensView.model_validate({"total": len(values["ids"]), "first": first, **shown})
 
 
 def rollout_view(line: Mapping[str, Json]) -> RolloutView:

@@ -7,7 +7,7 @@ batch, lags, step number, weights and *plan*: the layout of forward passes, and 
 
 import collections
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ from penstock.services.trainer.algorithm.step_totals import check_finite, look_b
 from penstock.services.trainer.model.engine import TrainingEngine
 from penstock.services.trainer.model.forward_passes import ForwardPasses
 from penstock.services.trainer.phases import Phases, utilisation
-from penstock.shared.bus.messages import Experience, Misfit, PolicyVersion, StepPlan
+from penstock.shared.bus.messages import Experience, Float32Array, Misfit, PolicyVersion, StepPlan
 from penstock.shared.model.flops import BACKWARD
 from penstock.shared.settings import Settings
 
@@ -50,6 +50,8 @@ class Learner:
         self._kind = kind_of(settings)
         self._estimates = Estimates(policy, critic, reference, settings.algorithm, phases)
         self.plan: StepPlan | None = None
+        self.logprobs: Mapping[int, Float32Array] = {}
+        """Of the last step's last group, by its samples' indexes: see ``Passes.logprobs``."""
 
     def learn(
         self,
@@ -82,7 +84,9 @@ class Learner:
         self._estimates.fill(inputs, known, self._kind)
 
         rate = learning_rate(self._settings, step, peak)
-        passes = self._passes(step, repeated.misfits if repeated and repeated.layout == plan.layout else ())
+        samples = [len(each.group.samples) for each in batch]
+        last = range(sum(samples[:-1]), sum(samples))
+        passes = self._passes(step, repeated.misfits if repeated and repeated.layout == plan.layout else (), last)
         spent_s = self._spent_s()
         for _ in range(algorithm.epochs):
             for minibatch in minibatches:
@@ -99,6 +103,7 @@ class Learner:
         check_finite(measured, step)
         misfits, digest = tuple(passes.attempts.misfits), settings_digest(self._settings, rate, step)
         self.plan = dataclasses.replace(plan, misfits=misfits, settings=digest)
+        self.logprobs = {place - last.start: logprobs for place, logprobs in passes.logprobs.items()}
         flops = sum(micro_batch.batch.flops for micro_batch in inputs) * (1 + BACKWARD) * algorithm.epochs
         peak_tflops, device = self._settings.internal.peak_tflops, self._policy.device
         measured |= utilisation(flops, self._spent_s() - spent_s, peak_tflops, device)
@@ -137,10 +142,10 @@ class Learner:
     ) -> StepBatch:
         return StepBatch(groups, [shaped_rewards(each, self._settings.algorithm) for each in groups], lags, contexts)
 
-    def _passes(self, step: int, misfits: Sequence[Misfit] = ()) -> Passes:
+    def _passes(self, step: int, misfits: Sequence[Misfit] = (), shown: Collection[int] = ()) -> Passes:
         seed = (self._settings.run.seed, step)
         attempts = ForwardPasses(self._policy, seed, self._kind.together, misfits)
-        return Passes(self._policy, self._critic, self._kind, attempts)
+        return Passes(self._policy, self._critic, self._kind, attempts, shown)
 
     def _spent_s(self) -> float:
         return self._phases.seconds["forward_backward"] + self._phases.seconds["optimizer"]

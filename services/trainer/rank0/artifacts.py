@@ -17,8 +17,9 @@ from penstock.services.trainer.model.engine import TrainingEngine
 from penstock.services.trainer.model.policy import export, export_adapter, on_host
 from penstock.services.trainer.rank0.mailbox.results import PolicyWritten, Saved, Whereabouts
 from penstock.services.trainer.rank0.publication import Publication
+from penstock.services.trainer.rank0.token_values import TokenRecorder
 from penstock.services.trainer.rank_group import meet_at_storage
-from penstock.shared.bus.messages import PolicyVersion
+from penstock.shared.bus.messages import Experience, Float32Array, PolicyVersion
 from penstock.shared.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -54,6 +55,11 @@ class Artifacts:
         assert self._publication.newest is not None
         self.publish(engine, *self._publication.newest)
 
+    def record_tokens(
+        self, version: PolicyVersion | None, group: Experience, logprobs: Mapping[int, Float32Array]
+    ) -> None:
+        """Record the tokens of a group of the step that made ``version``, before its commit (``TokenRecorder``)."""
+
     def complete(self, state: CheckpointState | None, files: Mapping[Path, CheckpointFile], refusal: str) -> Saved:
         """Complete a checkpoint, or delete it if storage refused a part."""
         return Saved(None)
@@ -72,6 +78,7 @@ class Rank0Artifacts(Artifacts):
     def __init__(self, settings: Settings, publication: Publication) -> None:
         super().__init__(settings, publication)
         self._signer = open_signer(settings)
+        self._tokens = TokenRecorder(settings)
 
     def publish(self, engine: TrainingEngine, version: PolicyVersion | None, step: int) -> Whereabouts | None:
         """Record the version's number before its commit, then publish the weights."""
@@ -79,6 +86,12 @@ class Rank0Artifacts(Artifacts):
         note_version(self._settings.run_folder, version)
         meet_at_storage()  # rank 0 may have waited for room on its disk
         return self._publication.publish(engine, version, step)
+
+    def record_tokens(
+        self, version: PolicyVersion | None, group: Experience, logprobs: Mapping[int, Float32Array]
+    ) -> None:
+        assert version is not None
+        self._tokens.record(version, group, logprobs)
 
     def complete(self, state: CheckpointState | None, files: Mapping[Path, CheckpointFile], refusal: str) -> Saved:
         """Write the marker and rename the folder into place."""

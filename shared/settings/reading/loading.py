@@ -140,6 +140,8 @@ def _read(path: Path) -> str:
         return path.read_text(encoding="utf-8-sig")  # editors on Windows write a mark in front
     except FileNotFoundError as error:
         raise SettingsError(f"no settings file at {path}: check the path after the command") from error
+    except IsADirectoryError as error:
+        raise SettingsError(f"expected a settings file, found the folder {path}: give its TOML file") from error
     except (OSError, UnicodeDecodeError) as error:
         raise SettingsError(f"could not read the settings file at {path}: {error}") from error
 

@@ -60,5 +60,6 @@ def test_the_plan_predicts_what_a_run_of_its_settings_holds(run: Path, capsys: p
 
 
 def test_a_folder_without_records_is_named(tmp_path: Path) -> None:
+    (tmp_path / "settings.toml").touch()
     with pytest.raises(PenstockError, match=r"no records of memory in .*memory\.jsonl"):
         memory.show(tmp_path, as_json=False)

@@ -28,12 +28,12 @@ const MOST_ANSWERS = 40;
 /** Return what GET `path` answers, which is not sent again where it has not changed. Throws a Problem where it is no success. */
 export async function get(path) {
   const known = answers.get(path), answer = await send("GET", path, undefined, known ? { "If-None-Match": known.tag } : {});
-  if (answer.status === 304) return structuredClone(known.content);
-  const content = await answer.json(), tag = answer.headers.get("ETag");
+  if (answer.status === 304) return JSON.parse(known.text);
+  const text = await answer.text(), tag = answer.headers.get("ETag");
   answers.delete(path);
-  if (tag !== null) answers.set(path, { tag, content: structuredClone(content) });
+  if (tag !== null) answers.set(path, { tag, text });
   if (answers.size > MOST_ANSWERS) answers.delete(answers.keys().next().value);
-  return content;
+  return JSON.parse(text);
 }
 
 /** Return what POST `path` answers. Done once, however often it is sent. Throws a Problem, as `get`. */

@@ -1,5 +1,6 @@
 // Pieces of the document. Whatever comes from a run goes in as text: nothing here, or anywhere in the page, parses HTML.
 
+const HOURS = new Intl.DateTimeFormat("en-GB", { timeStyle: "medium" }), DAYS = new Intl.DateTimeFormat("en-GB", { day: "numeric", month: "short" });
 const SVG = "http://www.w3.org/2000/svg";
 
 /** Return a new element. Attributes that are null or false are left out; those that begin with "on" are listeners. */
@@ -56,6 +57,6 @@ export function duration(seconds) {
 
 /** Return a Unix time as a clock shows it here, with the date where it is another day. */
 export function clock(atS) {
-  const at = new Date(atS * 1000), time = at.toLocaleTimeString("en-GB");
-  return at.toDateString() === new Date().toDateString() ? time : `${at.toLocaleDateString("en-GB", { day: "numeric", month: "short" })} ${time}`;
+  const at = new Date(atS * 1000), time = HOURS.format(at);
+  return at.toDateString() === new Date().toDateString() ? time : `${DAYS.format(at)} ${time}`;
 }

@@ -111,7 +111,7 @@ function draw() {
   drawLineage(byId("lineage"), history.policies, run.head, run.state,
     (target) => rollBack(target, history.policies, shown.run, changed), (one) => showVersion(one, history.policies, shown.run, changed));
   drawRollouts(byId("rollouts"), shown.groups, {
-    whole: (group) => get(`v1/run/rollouts/${group.id}`), search: shown.search, none: shown.query ? "no group matches" : "no steps yet",
+    whole: (group) => get(`v1/run/rollouts/${group.id}`), tokens: (group, place, first) => get(`v1/run/rollouts/${group.id}/tokens?completion=${place}&first=${first}`), search: shown.search, none: shown.query ? "no group matches" : "no steps yet",
     showProblem: (problem) => trying(() => find("problem", problem)),
   });
   byId("older").hidden = shown.cursor === null;
@@ -153,7 +153,9 @@ async function zoom(from, to) {
 }
 
 async function lookSeldom(run) {
-  const [services, operations, groups, memory] = await Promise.all([get("v1/services?limit=500"), get("v1/operations?limit=10"), shown.held ? null : get(ROLLOUTS), performance.now() - memoryAt > MEMORY_MS ? get(`v1/run/memory?limit=${REPORTS}`) : null, history.readPolicies(run)]);
+  const isFirst = history.policies.length === 0, versions = history.readPolicies(run);
+  if (isFirst) versions.then(draw, () => {}); // of a long run they are many, and the rest is worth seeing before; a failure is tried again
+  const [services, operations, groups, memory] = await Promise.all([get("v1/services?limit=500"), get("v1/operations?limit=10"), shown.held ? null : get(ROLLOUTS), performance.now() - memoryAt > MEMORY_MS ? get(`v1/run/memory?limit=${REPORTS}`) : null, isFirst ? null : versions]);
   shown.services = services.items;
   shown.operations = operations.items;
   if (memory !== null) [shown.memory, memoryAt] = [memory.items.toReversed(), performance.now()];

@@ -85,7 +85,7 @@ cursorIn(byId("memory"));
 addEventListener("resize", drawZoomed);
 drawMemory(byId("memory"), memory);
 put("tables", [card("Mean seconds per step", seconds()), card("Groups", groups()), card("Samples by lag", lags(), ["lag, in steps", "samples", "share"])]);
-drawRollouts(byId("rollouts"), rollouts);
+drawRollouts(byId("rollouts"), rollouts, { tokens: async (group, place) => group.tokens[place] });
 put("records", [
   fold("summary", pairs(summary)),
   fold("versions", Object.entries(summary.versions ?? {})),

@@ -1,6 +1,7 @@
 // Groups to read: one line a completion, which unfolds. All of it is the run's text, and goes in as text.
 
 import { el, figure, redraw } from "./dom.js";
+import { readable } from "./tokens.js";
 
 /** The replica of groups that nobody generated (services/coordinator/admission/demonstrations.py). */
 const DEMONSTRATIONS = "demonstrations";
@@ -13,11 +14,13 @@ const order = { by: NEWEST, down: true, field: "reward", from: "", to: "" };
 const open = new Set();
 
 /**
- * Show `groups` (GET /v1/run/rollouts, newest first). `whole(group)` returns a group with whole texts; `showProblem` shows a
- * problem's groups of all versions; what `search` says is marked; `none` is said where there is no group.
+ * Show `groups` (GET /v1/run/rollouts, newest first). `whole(group)` returns a group with whole texts, `tokens(group, completion,
+ * first)` tokens of a group that has them; `showProblem` shows a problem's groups of all versions; what `search` says is marked;
+ * `none` is said where there is no group.
  */
-export function drawRollouts(node, groups, { whole = async (group) => group, showProblem = null, search = "", none = "no steps yet" } = {}) {
-  const again = () => { node.drawnFrom = undefined; drawRollouts(node, groups, { whole, showProblem, search, none }); };
+export function drawRollouts(node, groups, { whole = async (group) => group, tokens, showProblem = null, search = "", none = "no steps yet" } = {}) {
+  const reader = { whole, tokens, showProblem, search, none };
+  const again = () => { node.drawnFrom = undefined; drawRollouts(node, groups, reader); };
   redraw(node, [none, search, groups.map((group) => group.id)], () => {
     if (groups.length === 0) return el("p", { class: "card soft" }, none);
     const scorers = [...new Set(groups.flatMap((group) => group.completions.flatMap((one) => Object.keys(one.scores))))];
@@ -27,7 +30,7 @@ export function drawRollouts(node, groups, { whole = async (group) => group, sho
     const columns = ["reward", ...scorers, "tokens"];
     const body = shown.flatMap((row, index) => [
       order.by === NEWEST && row.group !== shown[index - 1]?.group ? heading(row.group, columns.length + 3, search, showProblem) : "",
-      ...lineOf(row, scorers, search, whole, showProblem),
+      ...lineOf(row, scorers, reader),
     ]);
     const sorting = (name) => el("th", { class: name === "completion" ? "" : "number", "aria-sort": order.by !== name ? "none" : order.down ? "descending" : "ascending" },
       name === "completion" ? name : el("button", { type: "button", class: "plain", "data-key": `sort-${name}`, onclick: () => { Object.assign(order, { by: name, down: order.by !== name || !order.down }); again(); } }, name, order.by === name ? (order.down ? " ↓" : " ↑") : ""));
@@ -66,8 +69,8 @@ function heading(group, columns, search, showProblem) {
   const rewards = group.completions.map((one) => one.reward ?? 0), isShown = group.replica === DEMONSTRATIONS;
   const versions = [...new Set(group.completions.flatMap((one) => one.versions))].toSorted((a, b) => a - b);
   const about = isShown ? "shown" : `v${versions.join(", v")} · mean reward ${figure(rewards.reduce((sum, reward) => sum + reward, 0) / rewards.length)}`;
-  return el("tr", { class: "group" }, el("th", { colspan: columns, scope: "rowgroup" }, `step ${figure(group.step)} · ${about} · `, marked(askedOf(group.prompt).slice(-TAIL), search), " ",
-    showProblem === null ? "" : el("button", { type: "button", class: "plain soft", onclick: () => showProblem(group.row_id) }, "This problem in all versions")));
+  return el("tr", { class: "group" }, el("th", { colspan: columns, scope: "rowgroup" }, el("div", { class: "stay" }, `step ${figure(group.step)} · ${about} · `, marked(askedOf(group.prompt).slice(-TAIL), search), " ",
+    showProblem === null ? "" : el("button", { type: "button", class: "plain soft", onclick: () => showProblem(group.row_id) }, "This problem in all versions"))));
 }
 
 /** Completions of one text and reward share a line; of texts that are cut, nothing is known of the rest. */
@@ -88,14 +91,14 @@ function worthOf(one, { replica, completions }) {
 }
 
 /** A completion's line and, if it is open, the row below with all that is recorded of it. */
-function lineOf({ group, one, times }, scorers, search, whole, showProblem) {
-  const key = `${group.id}-${group.completions.indexOf(one)}`, worth = worthOf(one, group);
+function lineOf({ group, one, times }, scorers, reader) {
+  const place = group.completions.indexOf(one), key = `${group.id}-${place}`, worth = worthOf(one, group);
   const tail = `${one.characters > one.text.length ? "… " : ""}${one.text.slice(-TAIL)}`.replaceAll(/\s+/g, " ");
   const detail = el("tr", { class: "detail", hidden: !open.has(key) }, el("td", { colspan: scorers.length + 5 }));
   const fill = async () => {
     if (detail.hidden || detail.firstChild.childElementCount > 0) return;
-    const read = one.characters > one.text.length || (one.ended && one.turns.length === 0) ? await whole(group).catch((problem) => ({ unread: problem.message })) : group;
-    detail.firstChild.replaceChildren(...(read.unread ? [el("p", { class: "bad" }, read.unread)] : [wholeOf(read, read.completions[group.completions.indexOf(one)], search, showProblem)]));
+    const read = one.characters > one.text.length || (one.ended && one.turns.length === 0) ? await reader.whole(group).catch((problem) => ({ unread: problem.message })) : group;
+    detail.firstChild.replaceChildren(...(read.unread ? [el("p", { class: "bad" }, read.unread)] : [wholeOf(read, place, reader)]));
   };
   const toggle = el("button", { type: "button", class: "plain", "aria-expanded": String(open.has(key)), "aria-label": "Unfold", "data-key": `unfold-${key}`, onclick: () => {
     detail.hidden = !detail.hidden;
@@ -108,7 +111,7 @@ function lineOf({ group, one, times }, scorers, search, whole, showProblem) {
   const line = el("tr", {}, el("td", {}, toggle), el("td", { class: "number" }, String(times)),
     worth ? el("td", { class: worth === "rejected" ? "bad" : "good" }, worth) : el("td", { class: `number ${one.reward > 0 ? "good" : "bad"}` }, figure(one.reward)),
     scorers.map((name) => el("td", { class: "number", title: one.scores[name]?.detail }, scoreOf(one.scores[name]))),
-    el("td", { class: "number" }, figure(one.tokens)), el("td", { class: "text tail" }, marked(tail, search)));
+    el("td", { class: "number" }, figure(one.tokens)), el("td", { class: "text tail" }, marked(tail, reader.search)));
   return [line, detail];
 }
 
@@ -128,16 +131,17 @@ function messageOf(turn, search) {
 }
 
 /** Everything recorded of one completion: of an episode, its messages. */
-function wholeOf(group, one, search, showProblem) {
-  const turns = one.turns?.length ? one.turns : [];
+function wholeOf(group, place, { tokens, showProblem, search }) {
+  const one = group.completions[place], turns = one.turns?.length ? one.turns : [];
   const cut = one.ended ? `, ended: ${one.ended}` : one.finish_reason === "length" ? ", cut at the limit" : "";
-  return el("div", { class: "whole" },
+  const text = (turns.length ? turns.map((turn) => messageOf(turn, search)) : [el("p", { class: "soft" }, "completion"), el("pre", { class: "text", tabindex: "0" }, marked(one.text, search))]).flat(2).filter((node) => node !== "");
+  return el("div", { class: "whole stay" },
     el("p", { class: "soft" }, `step ${figure(group.step)}, group ${group.group}, ${group.problem}, by ${group.replica}, v${one.versions.join(", v")}: ${figure(one.tokens)} tokens${cut} `,
       showProblem === null ? "" : el("button", { type: "button", class: "quiet", onclick: () => showProblem(group.row_id) }, "This problem in all versions")),
     Object.entries(one.scores).map(([name, score]) => el("p", { class: "soft" }, `${name} ${scoreOf(score)}${score.detail ? `: ${score.detail}` : ""}`)),
     el("p", { class: "soft" }, "prompt"), el("pre", { tabindex: "0" }, marked(askedOf(group.prompt), search)),
     group.answer === null ? "" : [el("p", { class: "soft" }, "answer"), el("pre", { tabindex: "0" }, marked(group.answer, search))],
-    turns.length ? turns.map((turn) => messageOf(turn, search)) : [el("p", { class: "soft" }, "completion"), el("pre", { class: "text", tabindex: "0" }, marked(one.text, search))],
+    group.has_tokens ? readable(text, (first) => tokens(group, place, first)) : text,
     one.characters > one.text.length ? el("p", { class: "soft" }, `${figure(one.characters - one.text.length)} characters of it are left out; rollouts.jsonl has all.`) : "");
 }
 

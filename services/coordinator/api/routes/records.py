@@ -6,6 +6,7 @@
     /v1/run/curves     metrics.jsonl, in buckets
     /v1/run/memory     the stream `memory`
     /v1/run/rollouts   groups since the newest checkpoint; before it, a sample from rollouts.jsonl
+    …/{entry}/tokens   the trainer's record of a group's tokens (``shared.files.token_records``)
 
 After a rollback a step's newest report is valid.
 """
@@ -27,7 +28,7 @@ from starlette.exceptions import HTTPException
 from penstock.services.coordinator.api.dependencies import ENTRY, EntryCursor, Limit, Rows, page_of, soon
 from penstock.services.coordinator.records import jsonl
 from penstock.services.coordinator.records.curves import Curves
-from penstock.services.coordinator.records.recorder import rollout_line
+from penstock.services.coordinator.records.recorder import journal_line
 from penstock.services.coordinator.run.monitor import numbers
 from penstock.services.coordinator.schemas.records import (
     CurvesView,
@@ -35,7 +36,9 @@ from penstock.services.coordinator.schemas.records import (
     MemoryView,
     RolloutView,
     StepView,
+    TokensView,
     rollout_view,
+    tokens_view,
 )
 from penstock.services.coordinator.schemas.records import excerpt as of_group
 from penstock.services.coordinator.schemas.resources import Page
@@ -43,6 +46,7 @@ from penstock.shared.bus.encoding import wire
 from penstock.shared.bus.messages import Experience, Json, MemoryReport, StepReport
 from penstock.shared.bus.streams import JOURNAL, MEMORY, STEPS, Row
 from penstock.shared.errors import MessageError
+from penstock.shared.files.token_records import read_record, record_path
 
 Points = Annotated[int, Query(ge=2, le=1000, description="Maximum number of buckets.")]
 From = Annotated[int | None, Query(alias="from", ge=0, le=2**53, description="First step. Default: the run's first.")]
@@ -55,15 +59,20 @@ UpTo = Annotated[int | None, Query(ge=0, le=2**53, description="Groups that this
 Excerpt = Annotated[
     int | None, Query(ge=1, le=100_000, description="Characters of each completion: around `search`, else its end.")
 ]
+GroupId = Annotated[str, Path(pattern=ENTRY, description="The group's `id`.")]
+Place = Annotated[int, Query(ge=0, le=2**53)]
+ManyTokens = Annotated[int, Query(ge=1, le=10_000, description="Maximum number of tokens.")]
 Groups = Callable[[str | None, int], Awaitable[list[RolloutView]]]
 _SEARCHED, _AT_ONCE = 1000, 50
 """Groups that one request examines; its `next` continues after them."""
+_OF_ANOTHER = (KeyError, TypeError, ValidationError)
+"""Raised by records of another version."""
 
 
 def record_routes(rows: Rows, folder: FilePath) -> APIRouter:
     """Return the routes for training records."""
     router = APIRouter(prefix="/v1/run", tags=["run"])
-    file, groups = folder / "rollouts.jsonl", functools.partial(_rollouts, rows, folder / "rollouts.jsonl")
+    file, groups = folder / "rollouts.jsonl", functools.partial(_rollouts, rows, folder)
     curves, reading = functools.cache(lambda: Curves(folder)), threading.Lock()
 
     @router.get("/steps", operation_id="listSteps", summary="The trainer's report of each step, newest first")
@@ -110,15 +119,45 @@ def record_routes(rows: Rows, folder: FilePath) -> APIRouter:
         items = page.items if excerpt is None else [of_group(group, excerpt, sought) for group in page.items]
         return Page(items=items, next=page.next)
 
-    @router.get("/rollouts/{entry}", operation_id="getRollout", summary="One group that was trained on")
-    async def rollout(entry: Annotated[str, Path(pattern=ENTRY, description="The group's `id`.")]) -> RolloutView:
-        at_ms, number = _place(entry)
-        for group in await soon(groups(f"{at_ms}-{number + 1}", 1)):
-            if group.id == entry:
-                return group
-        raise HTTPException(404, f"no group {entry} is recorded")
-
+    _add_group(router, folder, groups)
     return router
+
+
+def _add_group(router: APIRouter, folder: FilePath, groups: Groups) -> None:
+    """Add the routes of one group."""
+
+    @router.get("/rollouts/{entry}", operation_id="getRollout", summary="One group that was trained on")
+    async def rollout(entry: GroupId) -> RolloutView:
+        return await soon(_group(groups, entry))
+
+    @router.get(
+        "/rollouts/{entry}/tokens",
+        operation_id="listRolloutTokens",
+        summary="A completion's tokens: texts, logprobs of engine and trainer, versions",
+    )
+    async def tokens(entry: GroupId, completion: Place = 0, first: Place = 0, limit: ManyTokens = 1000) -> TokensView:
+        return await soon(_tokens(folder, await soon(_group(groups, entry)), completion, first, limit))
+
+
+async def _group(groups: Groups, entry: str) -> RolloutView:
+    at_ms, number = _place(entry)
+    for group in await groups(f"{at_ms}-{number + 1}", 1):
+        if group.id == entry:
+            return group
+    raise HTTPException(404, f"no group {entry} is recorded")
+
+
+async def _tokens(folder: FilePath, group: RolloutView, completion: int, first: int, limit: int) -> TokensView:
+    if completion >= len(group.completions):
+        raise HTTPException(404, f"group {group.id} has no completion {completion}: it has {len(group.completions)}")
+    recorded = None
+    if group.version is not None:
+        recorded = await asyncio.to_thread(read_record, folder, group.version, group.group)
+    try:
+        return tokens_view((recorded or ())[completion], first, limit)
+    except (IndexError, *_OF_ANOTHER):
+        every = "one group every coordinator.sample_every_steps steps"
+        raise HTTPException(404, f"no tokens of group {group.id} are recorded: {every} has them") from None
 
 
 def _curves(curves: Curves, points: int, first: int | None, last: int | None) -> str:
@@ -152,11 +191,13 @@ def _memory(entry: str, fields: Mapping[bytes, bytes]) -> MemoryView | None:
     return MemoryView.model_validate({"id": entry, **dataclasses.asdict(report)})
 
 
-async def _rollouts(rows: Rows, file: FilePath, cursor: str | None, count: int) -> list[RolloutView]:
+async def _rollouts(rows: Rows, folder: FilePath, cursor: str | None, count: int) -> list[RolloutView]:
     rollouts = list(_journalled(await rows(JOURNAL, cursor, count)))
     if len(rollouts) < count:
         before = rollouts[-1].id if rollouts else cursor
-        rollouts += await asyncio.to_thread(_recorded, file, before, count - len(rollouts))
+        rollouts += await asyncio.to_thread(_recorded, folder / "rollouts.jsonl", before, count - len(rollouts))
+    for each in rollouts:
+        each.has_tokens = each.version is not None and record_path(folder, each.version, each.group).is_file()
     return rollouts
 
 
@@ -205,7 +246,7 @@ def _journalled(rows: list[Row]) -> Iterator[RolloutView]:
             experience = wire.decode(fields.get(b"data", b""), Experience)
         except MessageError:
             continue
-        yield rollout_view(_finite(rollout_line(entry, int(fields[b"step"]), experience)))
+        yield rollout_view(_finite(journal_line(entry, fields, experience)))
 
 
 def _recorded(file: FilePath, before: str | None, count: int) -> list[RolloutView]:
