@@ -21,6 +21,7 @@ FIXED = (
     "trainer.ranks",
     "trainer.nodes",
     "trainer.zero_stage",
+    "trainer.expert_parallel",
     "trainer.optimizer",
     "trainer.offload",
     "trainer.deepspeed",
