@@ -62,7 +62,8 @@ def check_gpus(settings: Settings, memory_bytes: Sequence[float]) -> None:
     if not memory_bytes or settings.run.device == "cpu" or settings.rollout.engine == "scripted":
         return
     models = [settings.policy.model, *filter(None, [settings.algorithm.critic.model])]
-    if any(read_config(model).get("model_type") not in _EXACT for model in models):
+    is_exact = all(read_config(model).get("model_type") in _EXACT for model in models)
+    if not is_exact or settings.trainer.expert_parallel > 1:
         return
     work = workload_of(settings)
     _refuse("the trainer", _trainer(settings, work), max(memory_bytes))

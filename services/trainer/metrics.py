@@ -69,6 +69,10 @@ GAUGES = {
     "reference_kl": Gauge("penstock_trainer_reference_kl_nats", "Mean KL of the policy to the reference per token."),
     "kl_coefficient": Gauge("penstock_trainer_kl_coefficient", "Coefficient of the KL penalty to the reference."),
     "updates": Gauge("penstock_trainer_updates", "Optimizer updates of the last step."),
+    "expert_imbalance": Gauge(
+        "penstock_trainer_expert_imbalance",
+        "Tokens of the busiest expert by the mean, on average over layers, where ranks share experts.",
+    ),
     "micro_batch_splits": Gauge(
         "penstock_trainer_micro_batch_splits",
         "Forward passes of the last step that did not fit into memory and were split in two.",

@@ -18,6 +18,7 @@ FIXED = (
     "policy.lora",
     "algorithm.advantage",
     "algorithm.critic.model",
+    "trainer.expert_parallel",
     "trainer.optimizer",
     "trainer.offload",
     "trainer.deepspeed",

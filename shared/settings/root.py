@@ -31,7 +31,7 @@ from penstock.shared.settings.run import (
     TrackingSettings,
 )
 from penstock.shared.settings.section import Section, shown
-from penstock.shared.settings.trainer import TrainerSettings
+from penstock.shared.settings.trainer import TrainerSettings, check_experts
 
 _TOP_BYTES = 8
 """Of a token id and its logprob."""
@@ -171,8 +171,7 @@ class Settings(Section):
     def snapshot_folder(self) -> Path:
         """Where this run's weight snapshots lie."""
         place = hashlib.sha256(str(self.run_folder.absolute()).encode())  # runs elsewhere may share the id
-        letters = place.hexdigest()[:8]
-        name = f"{self.run.id}-{letters}"
+        name = f"{self.run.id}-{place.hexdigest()[:8]}"
         return self.weights.folder or Path("/dev/shm") / f"penstock-{os.getuid()}" / name  # noqa: S108
 
     @model_validator(mode="after")
@@ -323,6 +322,7 @@ def _check_engines(settings: Settings) -> None:
 
 def _check_trainer(settings: Settings) -> None:
     least = 1 + max(1, settings.sampling.min_new_tokens)
+    check_experts(settings.trainer, lora=settings.policy.lora.rank > 0, critic=settings.algorithm.needs_critic)
     if settings.trainer.row_tokens < least:
         raise ValueError(
             f"expected trainer.micro_batch_tokens >= {least}, for a prompt and a completion of at least sampling.min_new_tokens, found "

@@ -26,6 +26,7 @@ DEEPSPEED_KEYS = {
     "zero_optimization.cpu_offload": "trainer.offload",
     "zero_optimization.cpu_offload_params": "trainer.offload",
     "steps_per_print": "telemetry.log_level",
+    "expert_parallel": "trainer.expert_parallel",
 }
 """What ``trainer.deepspeed`` must not say because another setting decides it."""
 
@@ -81,6 +82,9 @@ class TrainerSettings(Section):
     """`host:port` on the first of several hosts at which the others join; without a password."""
     zero_stage: Literal[0, 1, 2, 3] = Field(default=1)
     """DeepSpeed ZeRO stage. Ranks share nothing (0), the optimizer's state (1), gradients too (2), weights too (3)."""
+    expert_parallel: PositiveInt = Field(default=1)
+    """Ranks that share one copy of a mixture's experts, at zero_stage 1 or 2: each has that part of every layer's
+    experts, their gradients and states, and tokens travel to them. Divides the number of ranks, and of experts."""
     gpus: tuple[NonNegativeInt, ...] = Field(default=())
     """GPU indices for the ranks, one each, among those in CUDA_VISIBLE_DEVICES, under `penstock up`.
     Empty: all."""
@@ -194,7 +198,42 @@ class TrainerSettings(Section):
                 "together share the run's folder, which outlives each of them; change one of them"
             )
         check_deepspeed(self.deepspeed)
+        self._check_experts()
         return self
+
+    def _check_experts(self) -> None:
+        own, ranks = self.expert_parallel, self.ranks * self.nodes
+        if own == 1:
+            return
+        if ranks % own:
+            raise ValueError(
+                f"expected trainer.expert_parallel to divide the {ranks} ranks of trainer.ranks × trainer.nodes, found {own}: "
+                "change one of them"
+            )
+        fixed = {"contiguous_gradients", "reduce_scatter", "use_multi_rank_bucket_allreduce"}
+        passed = fixed & self.deepspeed.get("zero_optimization", {}).keys()
+        sums = self.deepspeed.get("data_types", {}).get("grad_accum_dtype") if self.zero_stage == 1 else None
+        for name, value, expected, wrong in (
+            ("zero_stage", self.zero_stage, "1 or 2", self.zero_stage not in (1, 2)),
+            ("offload", self.offload, '"none"', self.offload != "none"),
+            ("optimizer", self.optimizer, '"adamw"', self.optimizer != "adamw"),
+            ("sequence_parallel", self.sequence_parallel, "1", self.sequence_parallel != 1),
+            ("deepspeed.zero_optimization", sorted(passed), f"none of {', '.join(sorted(fixed))}", bool(passed)),
+            ("deepspeed.data_types.grad_accum_dtype", sums, "nothing at zero_stage 1", sums is not None),
+        ):
+            if wrong:
+                raise ValueError(
+                    f"expected {expected} in trainer.{name} with trainer.expert_parallel = {own}, found {shown(value)}: "
+                    "change one of them"
+                )
+
+
+def check_experts(trainer: TrainerSettings, *, lora: bool, critic: bool) -> None:
+    """Raise ValueError if ranks share experts, which is not tested with adapters and critics."""
+    number = trainer.expert_parallel
+    for key, is_used in (("policy.lora", lora), ("a critic", critic)):
+        if number > 1 and is_used:
+            raise ValueError(f"expected trainer.expert_parallel = 1 with {key}, found {number}: change one of them")
 
 
 def check_deepspeed(settings: Mapping[str, Any]) -> None:

@@ -6,6 +6,8 @@ import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from penstock.services.trainer.model import experts
+
 _TABLE = Path(__file__).with_name("model_verdicts.toml")
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 
@@ -40,6 +42,13 @@ _ONE_RANK = """
 
 With several ranks and `trainer.zero_stage` from 1 on each forward pass has to reach the same weights. The self-test refuses these models then, and
 others of which a short pass reaches fewer weights, such as experts that are modules of their own.
+"""
+_EXPERTS = """
+## Ranks that share experts
+
+With `trainer.expert_parallel = N` each of N ranks keeps 1/N of every layer's experts, and tokens travel to them. Router,
+shared experts and experts compute as transformers does. These model types are tested, on CPUs with gloo; others are refused.
+
 """
 _REFUSED = """
 ## Refused
@@ -110,7 +119,8 @@ def verdicts() -> Verdicts:
 
 def text(table: Verdicts) -> str:
     lists = (_HEAD, _ROWS, _listed(table.rows), _SEQUENCES, _listed(table.sequences))
-    rest = (_ONE_RANK, _listed(table.one_rank), _REFUSED, _messages(table.refused), _agreement(table.vllm))
+    shared = (_EXPERTS, _listed(sorted(experts.PROVEN)))
+    rest = (_ONE_RANK, _listed(table.one_rank), *shared, _REFUSED, _messages(table.refused), _agreement(table.vllm))
     blocks = "".join((*lists, *rest)).strip().split("\n\n")
     return "\n\n".join(block if block.startswith(("|", "#")) else _wrapped(block) for block in blocks) + "\n"
 

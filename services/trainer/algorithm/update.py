@@ -21,6 +21,7 @@ from penstock.services.trainer.algorithm.minibatches import StepBatch, lay_out
 from penstock.services.trainer.algorithm.schedule import critic_learning_rate, learning_rate
 from penstock.services.trainer.algorithm.step_totals import check_finite, look_back, settings_digest
 from penstock.services.trainer.model.engine import TrainingEngine
+from penstock.services.trainer.model.experts import take_imbalance
 from penstock.services.trainer.model.forward_passes import ForwardPasses
 from penstock.services.trainer.phases import Phases, utilisation
 from penstock.shared.bus.messages import Experience, Float32Array, Misfit, PolicyVersion, StepPlan
@@ -99,7 +100,7 @@ class Learner:
                         passes.backward_critic(minibatch)
                         passes.tally.critic_updated(self._critic.step(critic_learning_rate(self._settings, step)), step)
 
-        measured = {**passes.over_ranks(), "learning_rate": rate}
+        measured = {**passes.over_ranks(), **take_imbalance(self._policy.policy), "learning_rate": rate}
         check_finite(measured, step)
         misfits, digest = tuple(passes.attempts.misfits), settings_digest(self._settings, rate, step)
         self.plan = dataclasses.replace(plan, misfits=misfits, settings=digest)

@@ -20,12 +20,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from penstock.services.trainer.checkpoint import pickles
-from penstock.services.trainer.model import adapter
+from penstock.services.trainer.model import adapter, experts
 from penstock.services.trainer.model.memory import layerwise, recomputation, whole_layers
 from penstock.services.trainer.model.memory.recomputation import Kept, Recomputation
 from penstock.services.trainer.model.memory.residency import Residency
 from penstock.services.trainer.model.memory.storages import Storages, tensors_in
-from penstock.services.trainer.model.named_tensors import Published, published, unique
+from penstock.services.trainer.model.named_tensors import Published, in_groups, published, unique
 from penstock.services.trainer.model.optimizer import adamw, check_sizes, set_options
 from penstock.services.trainer.model.saving.ranges import load_ranges, ranges_of
 from penstock.services.trainer.model.saving.writer import Writer, Written
@@ -45,8 +45,6 @@ _TAG = "engine"
 _OTHER_GROUPS = ("parameter-alignment layout", "parameter group")
 """Of DeepSpeed's and torch's sentences."""
 _READ_FROM_OUTSIDE = frozenset({"dt_proj"})
-_GATHER_BYTES = 256 << 20
-"""Bytes of weights gathered at a time at ZeRO stage 3."""
 _ASIDE_BYTES = 1 << 30
 """Of the host's memory, which stay free beside the copy of a checkpoint."""
 
@@ -72,10 +70,13 @@ def make_deterministic(device: str) -> None:
 
 
 def place(policy: nn.Module, settings: Settings, device: str) -> nn.Module:
-    """Return ``policy`` on ``device``, with activation checkpointing as set; idempotent.
+    """Return ``policy`` on ``device``, with experts divided and activation checkpointing as set; idempotent.
 
     At ZeRO stage 3 its weights stay where they are, as no device may hold them whole (``memory/layerwise``).
     """
+    if settings.trainer.expert_parallel > 1:
+        import_deepspeed(device)
+        experts.divide(policy.model, settings.trainer.expert_parallel)
     if settings.trainer.zero_stage < 3:
         policy.to(torch.device(device))
     recomputation.enable(policy.model, settings.trainer.gradient_checkpointing, device)
@@ -92,6 +93,7 @@ class TrainingEngine:
         parameters = [parameter for parameter in self.policy.parameters() if parameter.requires_grad]
         self._trainer = settings.trainer
         self._sharded = settings.trainer.zero_stage == 3
+        self._has_experts = bool(experts.layers_of(self.policy))
         config = _config(settings, self.ranks, keeps_all=not recomputation.is_enabled(self.policy))
         if self._sharded:
             with layerwise.looked_at(self.policy, settings, self.device):
@@ -106,6 +108,7 @@ class TrainingEngine:
             )
         check_sizes(engine.optimizer, settings.trainer)
         self._engine: Any = engine
+        experts.take_imbalance(self.policy)  # of the self-test
         if self._sharded:
             _gather_with_parents(self.policy)
         elif settings.trainer.zero_stage and settings.trainer.offload == "none":
@@ -190,8 +193,8 @@ class TrainingEngine:
 
     @property
     def recovers(self) -> bool:
-        """Whether one rank's forward pass may fail, without hanging others as at ZeRO stage 3."""
-        return not self._sharded
+        """Whether one rank's forward pass may fail, without hanging others as at ZeRO stage 3 and with divided experts."""
+        return not self._sharded and not self._has_experts
 
     def on_any_rank(self, condition: bool) -> bool:
         """Return whether ``condition`` holds on any rank; collective."""
@@ -246,10 +249,10 @@ class TrainingEngine:
     def tensors(self) -> Iterable[tuple[str, Tensor]]:
         """Return the model's whole tensors under Hugging Face names, tied ones once, adapters merged in.
 
-        May be an iterator; at ZeRO stage 3 every rank must exhaust it, and tensors are whole until the next.
+        May be an iterator, which all ranks exhaust at ZeRO stage 3 and with divided experts; whole until the next.
         """
         whole = self._whole(published(self.model))
-        return whole if self._sharded or self._frozen else list(whole)
+        return whole if self._sharded or self._has_experts or self._frozen else list(whole)
 
     def factors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the adapters' whole tensors under PEFT names; as :meth:`tensors`."""
@@ -257,19 +260,20 @@ class TrainingEngine:
         return self._whole([Published(adapter.file_name(name), tensor) for name, tensor in named])
 
     def _whole(self, parts: Iterable[Published]) -> Iterator[tuple[str, Tensor]]:
-        for group in _groups(parts):
+        for group in in_groups(parts):
             with self._gathered([tensor for part in group for tensor in part.needed]):
                 for part in group:
-                    yield part.name, part.merged()
+                    yield part.name, experts.whole(part.tensor) if self._has_experts else part.merged()
 
     def shapes(self) -> Iterator[tuple[str, torch.dtype, tuple[int, ...]]]:
         """Yield name, number type and shape of each of :meth:`tensors`, without gathering."""
         for part in published(self.model):
-            yield part.name, part.tensor.dtype, tuple(getattr(part.tensor, "ds_shape", part.tensor.shape))
+            shape = getattr(part.tensor, "ds_shape", experts.whole_shape(part.tensor))
+            yield part.name, part.tensor.dtype, tuple(shape)
 
     def take_part(self, *, factors: bool = False) -> None:
         """Help gather while rank 0 iterates :meth:`tensors` or :meth:`factors`."""
-        if self._sharded:
+        if self._sharded or self._has_experts:
             for _ in self.factors() if factors else self.tensors():
                 pass
 
@@ -290,9 +294,13 @@ class TrainingEngine:
         """
         self.residency.follow()
         error, copies = self._check_room(folder)
-        ranges = ranges_of(self._engine.optimizer) if self._trainer.zero_stage else ()
-        self._writer.begin(error, copies=copies, ranges=ranges)
-        self._engine.save_checkpoint(str(folder), tag=_TAG, save_latest=False, exclude_frozen_parameters=self._frozen)
+        is_flat = self._trainer.zero_stage and self._trainer.expert_parallel == 1
+        self._writer.begin(error, copies=copies, ranges=ranges_of(self._engine.optimizer) if is_flat else ())
+        experts.save(self.policy, folder / _TAG, self._engine.checkpoint_engine.save)
+        with experts.saved_by_rank(self._engine):
+            self._engine.save_checkpoint(
+                str(folder), tag=_TAG, save_latest=False, exclude_frozen_parameters=self._frozen
+            )
         return self._writer.write
 
     def _check_room(self, folder: Path) -> tuple[str, bool]:
@@ -304,6 +312,7 @@ class TrainingEngine:
         storages, optimizer = Storages(), self._engine.optimizer
         masters = getattr(optimizer, "fp32_partitioned_groups_flat", [])  # at stage 3
         own_bytes = storages.add(tensors_in([_states(optimizer), optimizer.param_groups, masters]))
+        own_bytes += storages.add(part for layer in experts.layers_of(self.policy) for part in layer.parameters())
         if not dist.get_rank() and not self._sharded:  # at stage 3 the optimizer has the weights
             own_bytes += storages.add(part for part in self.policy.parameters() if part.requires_grad)
         of_ranks = self.gathered((host, disk, own_bytes, own_bytes - self._writer.kept_bytes))
@@ -330,6 +339,7 @@ class TrainingEngine:
         Raises:
             SettingsError: a file holds code, or it cannot be read by these ranks.
         """
+        experts.check_saved(self.policy, folder / _TAG, of_others=of_others)
         self.residency.follow()
         self._forget_states()
         if of_others and not self._trainer.zero_stage:
@@ -357,7 +367,9 @@ class TrainingEngine:
             load_ranges(self._engine.optimizer, folder)
             return True
         strict = not self._frozen
-        loaded, _ = self._engine.load_checkpoint(str(folder), tag=_TAG, load_module_strict=strict)
+        with experts.saved_by_rank(self._engine):
+            loaded, _ = self._engine.load_checkpoint(str(folder), tag=_TAG, load_module_strict=strict)
+        experts.load(self.policy, folder / _TAG)
         return loaded is not None
 
     def _forget_states(self) -> None:
@@ -411,21 +423,7 @@ def _merged_parts(folder: Path) -> dict[str, Tensor]:
 def _whole_weights(folder: Path) -> dict[str, Tensor]:
     path = folder / _TAG / "mp_rank_00_model_states.pt"
     weights: dict[str, Tensor] = torch.load(path, map_location="cpu", weights_only=True)["module"]
-    return weights
-
-
-def _groups(parts: Iterable[Published]) -> Iterator[list[Published]]:
-    group: list[Published] = []
-    held_bytes = 0
-    for part in parts:
-        nbytes = sum(getattr(tensor, "ds_numel", tensor.numel()) * tensor.element_size() for tensor in part.needed)
-        if group and held_bytes + nbytes > _GATHER_BYTES:
-            yield group
-            group, held_bytes = [], 0
-        group.append(part)
-        held_bytes += nbytes
-    if group:
-        yield group
+    return experts.joined(folder / _TAG, weights)
 
 
 def _gather_with_parents(policy: nn.Module) -> None:

@@ -7,11 +7,14 @@
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from torch import Tensor, nn
 
 from penstock.services.trainer.model import adapter
+
+_GATHER_BYTES = 256 << 20
+"""Bytes of weights gathered at a time at ZeRO stage 3."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -40,3 +43,18 @@ def unique(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_parameters()
     persistent = module.state_dict().keys()
     yield from ((name, buffer) for name, buffer in module.named_buffers() if name in persistent)
+
+
+def in_groups(parts: Iterable[Published]) -> Iterator[list[Published]]:
+    """Yield the parts that are gathered at a time."""
+    group: list[Published] = []
+    held_bytes = 0
+    for part in parts:
+        nbytes = sum(getattr(tensor, "ds_numel", tensor.numel()) * tensor.element_size() for tensor in part.needed)
+        if group and held_bytes + nbytes > _GATHER_BYTES:
+            yield group
+            group, held_bytes = [], 0
+        group.append(part)
+        held_bytes += nbytes
+    if group:
+        yield group

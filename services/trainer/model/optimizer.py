@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from penstock.services.trainer.model import experts
 from penstock.shared.errors import SettingsError
 from penstock.shared.extras import install_command
 from penstock.shared.settings import TrainerSettings
@@ -24,14 +25,21 @@ _COUNTED = 2**31 - 1
 def adamw(parameters: list[nn.Parameter], trainer: TrainerSettings, device: str) -> torch.optim.Optimizer:
     """Loshchilov and Hutter 2019, arXiv:1711.05101; norms, biases and other vectors do not decay, as in transformers."""
     options: dict[str, Any] = {"lr": trainer.learning_rate, "weight_decay": trainer.weight_decay, **_moments(trainer)}
-    decaying = [each for each in parameters if not trainer.weight_decay or len(_shape(each)) > 1]
-    spared = [each for each in parameters if trainer.weight_decay and len(_shape(each)) < 2]
-    groups = [*_groups(decaying, trainer.zero_stage)]
-    groups += [{**group, "weight_decay": 0.0} for group in _groups(spared, trainer.zero_stage)]
+    divided = [each for each in parameters if experts.group_of(each) is not None]
+    groups = [*_kinds([each for each in parameters if experts.group_of(each) is None], trainer)]
+    groups += [{**group, "moe": True, "name": experts.group_name(divided[0])} for group in _kinds(divided, trainer)]
     if trainer.optimizer == "adamw_8bit":
         made: torch.optim.Optimizer = _import_bitsandbytes().optim.AdamW8bit(groups, **options)
         return made
     return torch.optim.AdamW(groups, **options, fused=device == "cuda")
+
+
+def _kinds(parameters: Sequence[nn.Parameter], trainer: TrainerSettings) -> Iterator[dict[str, Any]]:
+    """Yield groups of parameters that decay, then of others."""
+    spared = {each for each in parameters if trainer.weight_decay and len(_shape(each)) < 2}
+    yield from _groups([each for each in parameters if each not in spared], trainer.zero_stage)
+    others = [each for each in parameters if each in spared]
+    yield from ({**group, "weight_decay": 0.0} for group in _groups(others, trainer.zero_stage))
 
 
 def set_options(optimizer: Any, trainer: TrainerSettings) -> None:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from penstock.services.trainer.batch.packing import MicroBatch
+from penstock.services.trainer.model import experts
 from penstock.services.trainer.model.layers import attention, mixers, spans
 from penstock.services.trainer.model.layers.attention import CannotPack
 from penstock.services.trainer.model.layers.gather import copies, gather_rows
@@ -121,7 +122,9 @@ class Trunk:
 
     @property
     def _sharded(self) -> bool:
-        return any(hasattr(parameter, "ds_id") for parameter in self._module.parameters())
+        """Whether ranks wait for each other in each layer, and so make equally many calls."""
+        parts = any(hasattr(parameter, "ds_id") for parameter in self._module.parameters())
+        return parts or bool(experts.layers_of(self._module))
 
 
 _COST = (

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from penstock.services.trainer.batch.packing import PackedRow
 from penstock.services.trainer.batch.segments import Int64Array
+from penstock.services.trainer.model import experts
 from penstock.services.trainer.model.layers import kernels
 from penstock.shared.bus.branches import branches
 from penstock.shared.model.causal_model import eager_attention
@@ -24,7 +25,7 @@ def unmodified(model: Any) -> Iterator[None]:
     training = [module for module in model.modules() if module.training]
     try:
         model.eval()
-        with eager_attention(model), kernels.unfused(model):
+        with eager_attention(model), kernels.unfused(model), experts.undivided(model):
             yield
     finally:
         for module in training:

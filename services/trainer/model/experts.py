@@ -1,0 +1,318 @@
+"""Expert parallelism: each rank keeps E/N experts of every mixture layer, and tokens travel to them.
+
+::
+
+    router of transformers ─▶ expert ids, weights ─▶ sort by expert ─▶ all-to-all ─▶ experts of transformers, this rank's
+                                                                                            │
+    hidden states ◀─ weighted sum of a token's K experts ◀─ all-to-all ◀────────────────────┘
+
+N ranks in a row share one copy (DeepSpeed's ``ep_size_N`` groups); ranks with the same experts add their gradients.
+Routers, shared experts and all else are transformers' and on every rank. Names stay; a divided weight is the slice
+[E/N, …] of the checkpoint's [E, …]. All ranks call each layer equally often (Lepikhin et al. 2021, arXiv:2006.16668).
+
+Shapes: ``T`` tokens of this rank, ``K`` experts per token, ``D`` hidden size, ``R`` rows that this rank's experts
+receive, ``E`` experts, ``N`` ranks of a group.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from penstock.services.trainer.rank_group import meet_at_storage
+from penstock.shared.errors import SettingsError
+
+PROVEN = frozenset(
+    {
+        *("deepseek_v2", "deepseek_v3", "glm4_moe", "gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_5_moe_text"),
+        *("qwen3_moe", "qwen3_next"),
+    }
+)
+"""Model types of which a step is equal to that of undivided experts (``tests/trainer/model/test_experts.py``)."""
+
+
+class _Divided(nn.Module):
+    """Mixed into a layer's experts by :func:`divide`."""
+
+    config: Any
+    num_experts: int
+    whole_experts: int
+    tokens_E: Tensor
+    """Assignments by expert, of this rank's tokens, since the last :func:`take_imbalance`."""
+    is_gathered = _is_inside = False
+
+    def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
+        """Called by DeepSpeed; the groups exist already."""
+
+    def forward(self, hidden_TD: Tensor, index_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        out_TD: Tensor
+        if self._is_inside:
+            out_TD = super().forward(hidden_TD, index_TK, weights_TK)
+        elif self.is_gathered:  # what a backward pass needs is gathered again
+            out_TD = checkpoint(self._gathered, hidden_TD, index_TK, weights_TK, use_reentrant=False)
+        else:
+            out_TD = self._exchanged(hidden_TD, index_TK, weights_TK)
+        return out_TD
+
+    def _exchanged(self, hidden_TD: Tensor, index_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        group, flat = _group(self), index_TK.reshape(-1)
+        order = torch.argsort(flat, stable=True)
+        counts_E = torch.bincount(flat, minlength=self.whole_experts)
+        self.tokens_E += counts_E
+        arriving_E = torch.empty_like(counts_E)  # by source, then by this rank's expert
+        dist.all_to_all_single(arriving_E, counts_E, group=group)
+        sent, received = (each.view(-1, self.num_experts).sum(1).tolist() for each in (counts_E, arriving_E))
+        rows_RD = _Exchange.apply(hidden_TD[order // index_TK.shape[1]], received, sent, group)  # type: ignore[no-untyped-call]
+        own = torch.arange(self.num_experts, device=flat.device).repeat(len(sent))
+        computed_RD = self._computed(rows_RD, own.repeat_interleave(arriving_E))
+        sorted_SD = _Exchange.apply(computed_RD, sent, received, group)  # type: ignore[no-untyped-call]
+        place_S = torch.empty_like(order)
+        place_S[order] = torch.arange(len(order), device=flat.device)
+        # weights and sums as in transformers' grouped experts
+        weighted_SD = sorted_SD[place_S] * weights_TK.reshape(-1, 1)
+        out_TD: Tensor = weighted_SD.view(*index_TK.shape, -1).sum(1).to(hidden_TD.dtype)
+        return out_TD
+
+    def _computed(self, rows_RD: Tensor, expert_R: Tensor) -> Tensor:
+        """Return this rank's experts' results; without rows, a pass of one of zeros reaches the weights."""
+        if not (count := len(rows_RD)):
+            rows_RD = torch.cat([rows_RD, rows_RD.new_zeros(1, rows_RD.shape[1])])
+            expert_R = expert_R.new_zeros(1)
+        with self._inside(self.num_experts):
+            out_RD: Tensor = self(rows_RD, expert_R[:, None], rows_RD.new_ones(len(rows_RD), 1))
+        return out_RD[:count]
+
+    def _gathered(self, hidden_TD: Tensor, index_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        whole = {name: _Gather.apply(weight, _group(self)) for name, weight in self.named_parameters()}  # type: ignore[no-untyped-call]
+        with self._inside(self.whole_experts):
+            out_TD: Tensor = torch.func.functional_call(self, whole, (hidden_TD, index_TK, weights_TK))
+        return out_TD
+
+    @contextlib.contextmanager
+    def _inside(self, experts: int) -> Iterator[None]:
+        own, self.num_experts, self._is_inside = self.num_experts, experts, True
+        try:
+            yield
+        finally:
+            self.num_experts, self._is_inside = own, False
+
+
+class _Exchange(torch.autograd.Function):
+    """All-to-all of rows, ``sent`` to and ``received`` from each rank; the gradient goes back."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_SD: Tensor, received: list[int], sent: list[int], group: Any) -> Tensor:
+        ctx.back = received, sent, group
+        out_RD = rows_SD.new_empty(sum(received), rows_SD.shape[1])
+        dist.all_to_all_single(out_RD, rows_SD.contiguous(), received, sent, group=group)
+        return out_RD
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        received, sent, group = ctx.back
+        return _Exchange.apply(gradients[0], sent, received, group), None, None, None  # type: ignore[no-untyped-call]
+
+
+class _Gather(torch.autograd.Function):
+    """All experts of a weight; their gradients are added over the ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, group: Any) -> Tensor:
+        ctx.group, ctx.experts = group, len(weight)
+        return _all(weight, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        whole = gradients[0].contiguous()
+        dist.all_reduce(whole, group=ctx.group)
+        first = dist.get_rank(ctx.group) * ctx.experts
+        return whole[first : first + ctx.experts], None
+
+
+def divide(model: Any, ranks: int) -> None:
+    """Keep this rank's experts of ``model``, among ``ranks`` ranks; idempotent, collective.
+
+    Raises:
+        SettingsError: the model has no experts that are known to be divisible by ``ranks``.
+    """
+    if ranks == 1 or layers_of(model):
+        return
+    mixtures = [module for module in model.modules() if hasattr(module, "_is_expert_parallel")]
+    if reason := _refusal(model, mixtures, ranks):
+        raise SettingsError(f"{reason}: set trainer.expert_parallel to 1")
+    import deepspeed
+    from deepspeed.utils import groups
+
+    deepspeed.init_distributed(dist_init_required=False)
+    groups._create_expert_and_data_parallel(ranks)
+    made: Any = _divided
+    for module in mixtures:
+        name, whole = f"ep_size_{ranks}", module.num_experts
+        module.__class__ = made(type(module))
+        module.whole_experts, module.num_experts = whole, whole // ranks
+        for weight in module.parameters():
+            weight.allreduce, weight.group_name = False, name  # DeepSpeed's marks
+            place = dist.get_rank(group_of(weight)) * module.num_experts
+            weight.data = weight.data[place : place + module.num_experts].clone()
+        module.register_buffer("tokens_E", torch.zeros(whole, dtype=torch.int64), persistent=False)
+
+
+def _refusal(model: Any, mixtures: list[Any], ranks: int) -> str:
+    family = str(model.config.model_type)
+    if not mixtures:
+        return f"expected a mixture of experts with trainer.expert_parallel = {ranks}, found {family!r}"
+    if family not in PROVEN:
+        return f"trainer.expert_parallel = {ranks} is not tested with {family!r}, but with {', '.join(sorted(PROVEN))}"
+    for module in mixtures:
+        sizes = {len(weight) for weight in module.parameters()}
+        if sizes != {module.num_experts} or module.num_experts % ranks:
+            return f"expected experts that trainer.expert_parallel = {ranks} divides, found {module.num_experts}"
+    return ""
+
+
+@functools.cache
+def _divided(experts: type[nn.Module]) -> type[nn.Module]:
+    """Return ``experts``' class with :class:`_Divided`; DeepSpeed finds mixtures by its own class."""
+    from deepspeed.moe.layer import MoE
+
+    return type(f"Divided{experts.__name__}", (_Divided, experts, MoE), {})
+
+
+def layers_of(model: nn.Module) -> list[Any]:
+    """Return the experts of the layers that are divided."""
+    return [module for module in model.modules() if isinstance(module, _Divided)]
+
+
+def group_of(weight: Tensor) -> Any:
+    """Return the group of ranks that share the experts of ``weight``; None: it is not divided."""
+    if getattr(weight, "allreduce", True):
+        return None
+    from deepspeed.utils import groups
+
+    return groups._get_expert_parallel_group(group_name(weight))
+
+
+def group_name(weight: Tensor) -> str:
+    """Return DeepSpeed's name of :func:`group_of`."""
+    return str(weight.group_name)  # type: ignore[attr-defined]
+
+
+def _group(module: nn.Module) -> Any:
+    return group_of(next(module.parameters()))
+
+
+def whole(weight: Tensor) -> Tensor:
+    """Return a weight with all experts; collective if it is divided."""
+    group = group_of(weight)
+    return weight.detach() if group is None else _all(weight.detach(), group)
+
+
+def whole_shape(weight: Tensor) -> tuple[int, ...]:
+    group = group_of(weight)
+    return tuple(weight.shape) if group is None else (len(weight) * dist.get_world_size(group), *weight.shape[1:])
+
+
+def _all(part: Tensor, group: Any) -> Tensor:
+    gathered = part.new_empty(dist.get_world_size(group) * len(part), *part.shape[1:])
+    dist.all_gather_into_tensor(gathered, part.contiguous(), group=group)
+    return gathered
+
+
+@contextlib.contextmanager
+def undivided(model: nn.Module) -> Iterator[None]:
+    """Compute as transformers does within the block, with each layer's experts gathered for its call; collective."""
+    layers = layers_of(model)
+    try:
+        for layer in layers:
+            layer.is_gathered = True
+        yield
+    finally:
+        for layer in layers:
+            layer.is_gathered = False
+
+
+def take_imbalance(model: nn.Module) -> dict[str, float]:
+    """Return the mean over layers of the busiest expert's tokens by the mean, since the last call; collective."""
+    if not (layers := layers_of(model)):
+        return {}
+    tokens_LE = torch.stack([layer.tokens_E for layer in layers]).double()
+    dist.all_reduce(tokens_LE)
+    for layer in layers:
+        layer.tokens_E.zero_()
+    busiest_L, mean_L = tokens_LE.max(1).values, tokens_LE.mean(1)
+    return {"expert_imbalance": float((busiest_L / mean_L).mean())}
+
+
+@contextlib.contextmanager
+def saved_by_rank(engine: Any) -> Iterator[None]:
+    """Let DeepSpeed save and load as without mixtures: rank 0's model, each rank's optimizer.
+
+    :func:`save` has the experts.
+    """
+    has, engine.has_moe_layers = engine.has_moe_layers, False
+    try:
+        yield
+    finally:
+        engine.has_moe_layers = has
+
+
+def save(model: nn.Module, folder: Path, write: Callable[[Any, str], object]) -> None:
+    """Let one rank for each part of the experts write it to ``folder``; collective."""
+    parts = {name: weight.detach() for name, weight in model.named_parameters() if group_of(weight) is not None}
+    if not parts:
+        return
+    group = group_of(dict(model.named_parameters())[next(iter(parts))])
+    if dist.get_rank() < dist.get_world_size(group):
+        folder.mkdir(parents=True, exist_ok=True)
+        write({"ranks": dist.get_world_size(group), "module": parts}, str(folder / _file(dist.get_rank())))
+    meet_at_storage()
+
+
+def _file(place: int) -> str:
+    return f"experts_{place:02d}_model_states.pt"
+
+
+def check_saved(model: nn.Module, folder: Path, *, of_others: bool) -> None:
+    """Raise SettingsError if the checkpoint in ``folder`` has other groups of experts than ``model``, or if ``of_others``, other
+    ranks or another ZeRO stage, wrote them.
+    """
+    layers, saved = layers_of(model), len(list(folder.glob(_file(0).replace("00", "*"))))
+    own = dist.get_world_size(_group(layers[0])) if layers else 1
+    if max(1, saved) != own:
+        raise SettingsError(
+            f"expected to resume {folder} with trainer.expert_parallel = {max(1, saved)}, which wrote it, found {own}: "
+            "change it back, or start a new run from what `penstock export` writes"
+        )
+    if layers and of_others:
+        raise SettingsError(
+            f"expected to resume {folder} with the trainer.ranks, trainer.nodes and trainer.zero_stage that wrote it, as "
+            "trainer.expert_parallel is more than 1: change them back, or start a new run from what `penstock export` writes"
+        )
+
+
+def load(model: nn.Module, folder: Path) -> None:
+    """Read this rank's experts, which DeepSpeed took from rank 0."""
+    if not (layers := layers_of(model)):
+        return
+    path = folder / _file(dist.get_rank(_group(layers[0])))
+    parts = torch.load(path, map_location="cpu", weights_only=True)["module"]
+    named = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, part in parts.items():
+            named[name].copy_(part)
+
+
+def joined(folder: Path, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return a checkpoint's ``weights`` with the experts of all ranks."""
+    paths = sorted(folder.glob(_file(0).replace("00", "*")))
+    files = [torch.load(path, map_location="cpu", weights_only=True) for path in paths]
+    if files and files[0]["ranks"] != len(files):
+        raise SettingsError(f"expected {files[0]['ranks']} files of experts in {folder}, found {len(files)}")
+    names = files[0]["module"] if files else ()
+    return {**weights, **{name: torch.cat([file["module"][name] for file in files]) for name in names}}
