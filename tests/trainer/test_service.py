@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -278,7 +279,7 @@ def endless(file: Path) -> Iterator[None]:
 async def test_a_trainer_killed_while_it_writes_a_checkpoint_comes_back_from_the_one_before_and_the_journal(
     tmp_path: Path, server: Server, ranks: int, zero_stage: int
 ) -> None:
-    every = {"ranks": ranks, "zero_stage": zero_stage, "checkpoint_every_steps": 1}
+    every: dict[str, Any] = {"ranks": ranks, "zero_stage": zero_stage, "checkpoint_every_steps": 1}
     whole = Run(tmp_path, server, f"written-{ranks}", **every)
     undisturbed = asyncio.create_task(_after(whole, STEPS))
     killed = Run(tmp_path, server, f"writing-{ranks}", **every)
@@ -423,7 +424,8 @@ async def test_two_ranks_learn_what_one_rank_learns_and_do_not_outlive_their_lau
     """With a critic; ``tests/trainer/test_ranks.py`` covers algorithms and ZeRO stages."""
 
     def run(ranks: int, zero_stage: int, cap: int, **more: int) -> Run:
-        name, options = f"ranks-{ranks}-{zero_stage}", {"ranks": ranks, "zero_stage": zero_stage, **more}
+        name = f"ranks-{ranks}-{zero_stage}"
+        options: dict[str, Any] = {"ranks": ranks, "zero_stage": zero_stage, **more}
         return Run(tmp_path, server, name, ACTOR_CRITIC, micro_batch_tokens=cap, **options)
 
     # the cap makes several micro-batches per rank; 8 is less than some samples, which ranks compute together
