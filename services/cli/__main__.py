@@ -350,8 +350,9 @@ def export(
 def plan(
     words: WordsOrNone = None,
     gpus: Annotated[
-        str, typer.Option("--gpus", "--nodes", metavar="GPUS", help="Such as 8xH200, 4x80GiB or 8x8xH100.")
-    ] = "8xH200",
+        str,
+        typer.Option("--gpus", "--nodes", metavar="GPUS", help="Such as 4x80GiB or 8x8xH100.", show_default="8xH200"),
+    ] = "",
     model: Annotated[
         str, typer.Option("--model", metavar="SHAPE", help="A known shape such as 70b, instead of policy.model.")
     ] = "",
@@ -393,10 +394,10 @@ def plan(
     if memory is not None:
         from penstock.services.cli.reports import memory as memories
 
-        memories.show(named(memory), words or model or calibrate or turns or write, as_json=as_json)
+        memories.show(named(memory), words or gpus or model or calibrate or turns or write, as_json=as_json)
         return
     config, flags = split(words or [])
-    made = plans.make(plans.settings_of(config, flags), gpus, model, calibrate, turns)
+    made = plans.make(plans.settings_of(config, flags), gpus or "8xH200", model, calibrate, turns)
     if as_json:
         console.say_json(shown.as_json(made))
     else:
@@ -435,7 +436,10 @@ def report(
         return
     from penstock.services.coordinator.records.report import write_report
 
-    console.say(str(write_report(existing(run))))
+    try:
+        console.say(str(write_report(existing(run))))
+    except OSError as error:
+        raise PenstockError(f"could not write the report in {run}: {error}") from error
 
 
 @data.command("check", context_settings={"ignore_unknown_options": True})
@@ -522,7 +526,7 @@ def settings(
         return
     matching = {name: settings_help.matching(name) for name in names or ()}
     if unknown := next((name for name, entries in matching.items() if not entries), None):
-        raise PenstockError(f"no setting's name contains {unknown!r}: try `penstock settings --all`")
+        raise SettingsError(f"no setting's name contains {unknown!r}: try `penstock settings --all`")
     entries = [entry for entries in matching.values() for entry in entries] if matching else settings_help.entries()
     settings_help.show(entries, Console())
 

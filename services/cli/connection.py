@@ -150,8 +150,7 @@ def existing(run: Path) -> Path:
     """Return ``run``. Raises SettingsError: no run's folder is there."""
     if not any((run / name).is_file() for name in _OF_RUNS):
         raise SettingsError(
-            f"no run at {run}: {_OF_RUNS[0]} is missing there: start one with `penstock up`, or give --run RUN_FOLDER or --url "
-            "http://HOST:PORT"
+            f"no run at {run}: {_OF_RUNS[0]} is missing there: give the folder of a run, such as runs/latest"
         )
     return run
 

@@ -44,7 +44,12 @@ def make(settings: Settings, gpus: str, model: str = "", calibrate: Path | None 
             f"expected algorithm.imitation = 0 with penstock plan, found {settings.algorithm.imitation:g}: how many groups of a step are "
             "demonstrations, which are not generated, is not predicted; with 0, all of them are planned as generated, an upper bound"
         )
-    if calibrate is not None and not (calibrate / SETTINGS_FILE).is_file():
+    if settings.trainer.expert_parallel > 1:
+        raise SettingsError(
+            f"expected trainer.expert_parallel = 1 with penstock plan, found {settings.trainer.expert_parallel}: what ranks hold of divided "
+            "experts is not predicted; with 1, each is planned with all of them, an upper bound"
+        )
+    if calibrate and not ((calibrate if calibrate.is_dir() else calibrate.parent) / SETTINGS_FILE).is_file():
         raise SettingsError(f"no run's folder at {calibrate}: change --calibrate")
     work, stated = work_of(settings, model), _stated(settings, turns, calibrate)
     if stated is not None:

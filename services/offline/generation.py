@@ -8,7 +8,7 @@ from penstock.services.rollout.engines.stop_texts import StopTexts
 from penstock.services.rollout.episode_turns import drawn_of, generation_of
 from penstock.services.rollout.service import seed_of
 from penstock.shared.bus.messages import PolicyVersion, Prompt, RolloutGroup, Sampling
-from penstock.shared.errors import PenstockError
+from penstock.shared.errors import SettingsError
 from penstock.shared.extras import advice_on
 from penstock.shared.model.tokenizer import TokenizerCodec
 from penstock.shared.peers.turns import DrawnTurn, TurnRequest
@@ -22,8 +22,7 @@ class LocalPolicy:
     """A model and its tokenizer.
 
     Raises:
-        SettingsError: the model cannot be loaded.
-        PenstockError: a dependency is not installed.
+        SettingsError: the model cannot be loaded, or a dependency is not installed.
     """
 
     def __init__(self, settings: Settings, version: int = 0) -> None:
@@ -31,7 +30,7 @@ class LocalPolicy:
             from penstock.services.rollout.engines.transformers.loading import open_model
             from penstock.shared.model.tokenizer import check_stop_texts, open_tokenizer
         except ImportError as error:
-            raise PenstockError(f"generation needs more packages: {error}: {advice_on(error)}") from error
+            raise SettingsError(f"generation needs more packages: {error}: {advice_on(error)}") from error
         self._settings, self.version = settings, PolicyVersion(version)
         self.tokenizer = tokenizer = open_tokenizer(settings.policy)
         check_stop_texts(tokenizer, settings.sampling, settings.reward.markers)

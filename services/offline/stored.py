@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from penstock.shared.bus.messages import PolicyVersion
 from penstock.shared.bus.stores.policy.exports import export_folder
-from penstock.shared.errors import PenstockError
+from penstock.shared.errors import SettingsError
 from penstock.shared.extras import advice_on
 from penstock.shared.settings import Settings
 
@@ -33,7 +33,8 @@ def stored_version(settings: Settings, version: int | None) -> Iterator[Stored]:
     """Export a version (None: newest) of the run of ``settings`` to a temporary folder while it is used.
 
     Raises:
-        PenstockError: the version is not stored, or a dependency is not installed.
+        PenstockError: the version is not stored.
+        SettingsError: a dependency is not installed.
     """
     with tempfile.TemporaryDirectory(prefix="penstock-policy-") as folder:
         made = export(settings, version, Path(folder) / "policy")
@@ -44,13 +45,14 @@ def export(settings: Settings, version: int | None, folder: Path | None, *, adap
     """Write a version (None: newest) of the run of ``settings`` to ``folder`` (None: ``exports/`` of the run).
 
     Raises:
-        PenstockError: the version is not stored, or a dependency is not installed.
+        PenstockError: the version is not stored.
+        SettingsError: a dependency is not installed.
     """
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed would warn on standard output
     try:
         from penstock.services.trainer.export.huggingface import export_version, newest_version
     except ImportError as error:
-        raise PenstockError(f"a stored version needs more packages: {error}: {advice_on(error)}") from error
+        raise SettingsError(f"a stored version needs more packages: {error}: {advice_on(error)}") from error
     number = newest_version(settings, adapter=adapter) if version is None else PolicyVersion(version)
     return export_version(settings, number, folder or export_folder(settings, number, adapter=adapter), adapter=adapter)
 

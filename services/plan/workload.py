@@ -204,7 +204,7 @@ def with_turns(work: Workload, settings: Settings, turns: float, given_tokens: f
     room = min(contexts) - work.prompt_tokens - round(given_tokens)
     if room < turns:
         raise SettingsError(
-            f"expected room for {turns:g} turns in the {min(contexts):,} tokens of rollout.max_model_len and trainer.micro_batch_tokens, "
+            f"expected room for {turns:g} turns in the {min(contexts):,} tokens of rollout.max_model_len and {settings.trainer.row_setting}, "
             f"of which prompts take {work.prompt_tokens:,} and what is given {given_tokens:,.0f}: raise them"
         )
     most = min(room, work.lengths.most * settings.episodes.max_turns)

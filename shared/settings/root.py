@@ -325,7 +325,7 @@ def _check_trainer(settings: Settings) -> None:
     check_experts(settings.trainer, lora=settings.policy.lora.rank > 0, critic=settings.algorithm.needs_critic)
     if settings.trainer.row_tokens < least:
         raise ValueError(
-            f"expected trainer.micro_batch_tokens >= {least}, for a prompt and a completion of at least sampling.min_new_tokens, found "
+            f"expected {settings.trainer.row_setting} >= {least}, for a prompt and a completion of at least sampling.min_new_tokens, found "
             f"{settings.trainer.row_tokens}: nothing could be trained; change one of them"
         )
     if settings.trainer.zero_stage == 0 and settings.policy.dtype == "bfloat16":

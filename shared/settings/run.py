@@ -163,7 +163,7 @@ class CoordinatorSettings(Section):
     """File whose first line is a bearer token that may only read."""
     autostart: bool = Field(default=True)
     """Whether the run starts as soon as its services are ready; otherwise it waits for `penstock resume`."""
-    sample_every_steps: PositiveInt = Field(default=5)
+    sample_every_steps: PositiveInt = Field(default=2)
     """Steps between two groups written to rollouts.jsonl, with their tokens in tokens/, and shown as tables in trackers."""
 
 

@@ -148,6 +148,11 @@ class TrainerSettings(Section):
         """Most tokens of a sample that can be trained, its prompt included."""
         return self.micro_batch_tokens * self.sequence_parallel
 
+    @property
+    def row_setting(self) -> str:
+        """Name of what decides ``row_tokens``."""
+        return "trainer.micro_batch_tokens" + (" × trainer.sequence_parallel" if self.sequence_parallel > 1 else "")
+
     @model_validator(mode="after")
     def _agree(self) -> "TrainerSettings":
         if self.ranks % self.sequence_parallel:

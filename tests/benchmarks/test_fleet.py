@@ -8,8 +8,8 @@ from tests.conftest import PATIENCE_S
 
 
 def test_what_killed_replicas_held_is_decoded_once_more_by_others_and_each_group_is_trained_once() -> None:
-    """The lease is long enough for living replicas on a busy machine to keep theirs."""
-    given = argparse.Namespace(replicas=[40], killed=8, held=16, seconds=60.0, claim_after_s=20.0, window_s=PATIENCE_S)
+    """Living replicas keep their leases on a busy machine, and have no room for all samples."""
+    given = argparse.Namespace(replicas=[40], killed=16, held=16, seconds=60.0, claim_after_s=20.0, window_s=PATIENCE_S)
     with fleet.serving() as url:
         counts = asyncio.run(fleet.kills(url, given))
     assert counts["samples_held_by_killed"] >= 8

@@ -85,7 +85,7 @@ def test_a_missing_argument_is_wrong_usage(here: Path, name: str, capsys: pytest
 
 
 def test_options_without_effect_are_refused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for words in (["run.toml"], ["--model", "7b"], ["--write", "new.toml"]):
+    for words in (["run.toml"], ["--model", "7b"], ["--write", "new.toml"], ["--gpus", "4xH100"]):
         assert main(["plan", "--memory", "other", *words]) == WRONG
         assert "leave out CONFIG and all options but --json" in capsys.readouterr().err
 

@@ -59,6 +59,12 @@ def test_ranks_that_compute_a_sample_together_are_planned_together() -> None:
         make(settings, "1xH200", "0.5b")
 
 
+def test_divided_experts_are_not_planned() -> None:
+    settings = settings_of(None, ["--trainer.ranks=2", "--trainer.expert_parallel=2"])
+    with pytest.raises(SettingsError, match=r"expected trainer.expert_parallel = 1 with penstock plan, found 2"):
+        make(settings, "2xH200", "30b-a3b")
+
+
 def test_sharded_snapshots_are_planned_only_if_they_are_set() -> None:
     def ways(*flags: str) -> set[tuple[bool, bool]]:
         trainers = [each.layout.trainer for each in make(settings_of(None, flags), "4x8xH200", "70b").candidates]

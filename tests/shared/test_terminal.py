@@ -163,6 +163,7 @@ def test_no_command_prints_what_steers_a_terminal(
 
 
 def test_log_lines_are_printed_escaped(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "settings.toml").write_text("")
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "trainer-0.log").write_bytes(HOSTILE.encode(errors="surrogatepass") + b"\xff\nlast\n")
     assert main(["logs", "--run", str(tmp_path)]) == 0

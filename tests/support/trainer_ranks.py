@@ -339,7 +339,7 @@ def full_folder(of: Settings) -> dict[str, Any]:
     root = of.run_folder / "checkpoints"
     dist.barrier()
     whole = [actual.state.step for actual in local_store.find(root)]
-    values = read_record(of.run_folder, 1, data[-1].group_id) or () if writes else ()
+    values = list(read_record(of.run_folder, 1, data[-1].group_id)) if writes else []
     recorded = [len([value for value in each["trainer_logprobs"] if value is not None]) for each in values]
     return {"said": said, "whole": whole, "left": sorted(path.name for path in root.iterdir()), "recorded": recorded}
 

@@ -526,6 +526,7 @@ async def test_an_empty_bus_is_restored_from_the_checkpoint_and_no_version_is_re
             signals = await read_signals(bus)
             await feed(bus, 2 * GROUPS, GROUPS)
             await run.reaches(ledger, 3, process)
+            await until(lambda: _is_saved(ledger, 2))
             os.kill(process.pid, signal.SIGKILL)
         await empty(bus)
         await bus.make_groups()
@@ -541,6 +542,10 @@ async def test_an_empty_bus_is_restored_from_the_checkpoint_and_no_version_is_re
             assert await read_signals(bus) == signals
         state = json.loads((tmp_path / "runs/emptied/checkpoints/step-000002/state.json").read_text())
         assert (state["step"], state["version"]) == (2, 2)
+
+
+async def _is_saved(ledger: Ledger, version: int) -> bool:
+    return version in await ledger.checkpoints()
 
 
 async def _are_known(ledger: Ledger, count: int) -> bool:

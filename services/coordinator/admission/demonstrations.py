@@ -96,7 +96,7 @@ class Demonstrations:
         self._codec = TokenizerCodec(self._tokenizer, limits, settings.data.chat_template, settings.reward)
         self._vocabulary, ends = limits.vocabulary, frozenset(stop_tokens(self._tokenizer))
         self._turns = Reader(self._codec, ends, self._tokenizer.eos_token_id, self._context)
-        self._most = settings.trainer.row_tokens
+        self._most, self._setting = settings.trainer.row_tokens, settings.trainer.row_setting
         self._field = settings.data.completion_field
         self._rejected, self._prompt_field = settings.data.rejected_field, settings.data.prompt_field
         self.alone = not settings.kind.generates
@@ -206,7 +206,7 @@ class Demonstrations:
                 )
         for setting, most, longest in (
             ("the model's context", self._context, max(lengths)),
-            ("trainer.micro_batch_tokens", self._most, sum(lengths)),
+            (self._setting, self._most, sum(lengths)),
         ):
             if (tokens := len(shown.prompt_token_ids) + longest) > most:
                 raise BadRow(f"expected a {kind} of at most {most} tokens ({setting}), found {tokens}")

@@ -30,7 +30,7 @@ from penstock.shared.bus.bus import Bus
 from penstock.shared.bus.encoding import wire
 from penstock.shared.bus.messages import Event, Experience, Json, MemoryReport, Prompt, Score, ScoreStatus, StepReport
 from penstock.shared.bus.stores.policy.evaluations import evaluated
-from penstock.shared.bus.stores.run.records import following, page, wait_for_any
+from penstock.shared.bus.stores.run.records import following, wait_for_any, with_payloads
 from penstock.shared.bus.streams import Row, Stream
 from penstock.shared.bus.transcripts import turns_of
 from penstock.shared.errors import MessageError
@@ -169,17 +169,14 @@ class Recorder:
     async def _sample(self, files: _Files) -> None:
         if files.step // self._every <= files.sampled_step // self._every:
             return
-        rows = await page(
-            self._bus, streams.JOURNAL, None, 1
-        )  # empty just after a checkpoint; retried at the next step
+        rows = await self._bus.xrevrange(streams.JOURNAL, count=_LOOKED_BACK)
         due = files.step // self._every * self._every
-        if rows and int(rows[0][1][b"step"]) > due:  # behind the trainer
-            older = await page(self._bus, streams.JOURNAL, None, _LOOKED_BACK)
-            rows = [row for row in older if int(row[1][b"step"]) == due][:1] or rows
-        for entry, experience in _decoded(rows, Experience):
-            line = journal_line(entry, rows[0][1], experience)
+        of_step = [row for row in rows if int(row[1][b"step"]) == due]  # it may be behind the trainer
+        chosen = await with_payloads(self._bus, (of_step or rows)[:1])
+        for entry, experience in _decoded(chosen, Experience):  # none just after a checkpoint; retried at the next step
+            line = journal_line(entry, chosen[0][1], experience)
             self._append(files.rollouts, [] if entry == _entry(files.rollouts) else [line])
-            files.sampled_step = max(int(rows[0][1][b"step"]), files.step)
+            files.sampled_step = max(int(chosen[0][1][b"step"]), files.step)
 
 
 def _pass(files: _Files, stream: Stream, entries: list[Row]) -> None:

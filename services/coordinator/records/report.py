@@ -168,12 +168,11 @@ def _rollouts(run_folder: Path, lines: Sequence[dict[str, Json]]) -> list[Json]:
 
 def _tokens(run_folder: Path, group: RolloutView) -> list[TokensView]:
     """Return the last tokens of each completion, as its text is cut; none if they are not recorded."""
-    recorded = None if group.version is None else read_record(run_folder, group.version, group.group)
+    recorded = () if group.version is None else read_record(run_folder, group.version, group.group)
     try:
-        firsts = [max(0, len(values["ids"]) - _TOKENS_OF_COMPLETION) for values in recorded or ()]
         views = [
-            tokens_view(values, first, _TOKENS_OF_COMPLETION)
-            for values, first in zip(recorded or (), firsts, strict=True)
+            tokens_view(values, max(0, len(values["ids"]) - _TOKENS_OF_COMPLETION), _TOKENS_OF_COMPLETION)
+            for values in recorded
         ]
     except (KeyError, TypeError, ValidationError):
         return []

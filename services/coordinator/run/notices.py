@@ -56,7 +56,7 @@ def too_long(reports: Sequence[StepReport], groups: int) -> list[NoticeView]:
         return []
     text = (
         f"{samples} samples of the last {len(reports)} steps, and {groups} whole groups of the run, are longer than "
-        "trainer.micro_batch_tokens and were not trained: raise it, or lower sampling.max_new_tokens"
+        "trainer.micro_batch_tokens (times trainer.sequence_parallel) and were not trained: raise it, or lower sampling.max_new_tokens"
     )
     return [notice("long samples", "warning", text)]
 

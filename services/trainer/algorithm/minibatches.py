@@ -17,6 +17,7 @@ from penstock.services.trainer.batch.token_data import LossInputs
 from penstock.services.trainer.model.engine import TrainingEngine
 from penstock.services.trainer.model.forward_passes import digest
 from penstock.shared.bus.messages import Experience, Float32Array, PolicyVersion, Purpose, StepPlan
+from penstock.shared.errors import SettingsError
 from penstock.shared.settings import Settings
 
 
@@ -74,6 +75,7 @@ def lay_out(
     layouts = [
         plan(share, cap, policy.ranks, split=splits, sizes=policy.sizes, sequence_parallel=together) for share in shares
     ]
+    check_parts(layouts, settings)
     samples_M, rank = [sample for e in batch.groups for sample in e.group.samples], dist.get_rank()
     pairs_M = zip(samples_M, batch.contexts or (0,) * len(samples_M), strict=True)
     lags_M = [token_lags(sample, batch.lags, context) for sample, context in pairs_M]
@@ -85,6 +87,17 @@ def lay_out(
         inputs = [token_data.of(each, lags_M, demonstrated_M, policy.device) for each in layout[rank]]
         parts.append(Minibatch(inputs, rows_by_place(share), _counts(layout, counted_M)))
     return parts, StepPlan(cap, digest(layouts), contexts=tuple(batch.contexts))
+
+
+def check_parts(layouts: Sequence[Sequence[Sequence[MicroBatch]]], settings: Settings) -> None:
+    """Raise SettingsError if a journal has a sample that its ranks, which cannot cut it further, could not hold when it was made."""
+    passes = (each for layout in layouts for of_rank in layout for each in of_rank if each.shard is not None)
+    together, most = settings.trainer.sequence_parallel, settings.trainer.micro_batch_tokens
+    if (longest := max((each.tokens for each in passes), default=0)) > most:
+        raise SettingsError(
+            f"expected trainer.micro_batch_tokens of at least {longest:,}, which a sample of the journal needs with "
+            f"trainer.sequence_parallel = {together}, found {most:,}: raise one of them, or set the latter to 1"
+        )
 
 
 def _counts(layout: Sequence[Sequence[MicroBatch]], demonstrated_M: Sequence[bool]) -> dict[Stream, Count]:

@@ -110,6 +110,8 @@ def settings_digest(settings: Settings, rate: float, step: int) -> str:
         del trainer["adam_eps"]  # as in the journals of versions without the setting
     if settings.trainer.zero_stage != type(settings.trainer).model_fields["zero_stage"].default:
         trainer["zero_stage"] = settings.trainer.zero_stage  # which adds gradients in another order, as other ranks do
+    if settings.trainer.expert_parallel > 1:
+        trainer["expert_parallel"] = settings.trainer.expert_parallel
     critic = critic_learning_rate(settings, step) if of.needs_critic else None
     tokens = settings.sampling.max_new_tokens if of.aggregation == "constant" else None
     text = json.dumps([algorithm, trainer, rate, critic, tokens, of.needs_reference], sort_keys=True)

@@ -295,7 +295,7 @@ class TrainingEngine:
         self.residency.follow()
         error, copies = self._check_room(folder)
         is_flat = self._trainer.zero_stage and self._trainer.expert_parallel == 1
-        self._writer.begin(error, copies=copies, ranges=ranges_of(self._engine.optimizer) if is_flat else ())
+        self._writer.begin(error, copies=copies, ranges=ranges_of(self._engine.optimizer) if is_flat else None)
         experts.save(self.policy, folder / _TAG, self._engine.checkpoint_engine.save)
         with experts.saved_by_rank(self._engine):
             self._engine.save_checkpoint(

@@ -17,8 +17,8 @@ from penstock.services.trainer.model.engine import TrainingEngine
 from penstock.services.trainer.model.policy import export, export_adapter, on_host
 from penstock.services.trainer.rank0.mailbox.results import PolicyWritten, Saved, Whereabouts
 from penstock.services.trainer.rank0.publication import Publication
-from penstock.services.trainer.rank0.token_values import TokenRecorder
 from penstock.services.trainer.rank_group import meet_at_storage
+from penstock.services.trainer.token_values import TokenRecorder
 from penstock.shared.bus.messages import Experience, Float32Array, PolicyVersion
 from penstock.shared.settings import Settings
 

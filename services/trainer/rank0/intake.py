@@ -204,7 +204,9 @@ class Intake:
             await self._drop(delivery, "duplicate", "a group with this id was trained already")
             return
         if not self._fits(experience):
-            await self._drop(delivery, "too_long", f"{self._tokens(experience)} tokens > trainer.micro_batch_tokens")
+            await self._drop(
+                delivery, "too_long", f"{self._tokens(experience)} tokens > {self._settings.trainer.row_setting}"
+            )
             await self._note_unfit(experience)
             return
         if not _is_shown(experience):
@@ -331,7 +333,7 @@ class Intake:
             return
         self._unfit = 0
         reason = (
-            f"nothing can be trained: none of the last {self._settings.slots} groups fits trainer.micro_batch_tokens = "
+            f"nothing can be trained: none of the last {self._settings.slots} groups fits {self._settings.trainer.row_setting} = "
             f"{self._settings.trainer.row_tokens}, the newest has {self._tokens(experience)} tokens: raise it, or lower "
             "sampling.max_new_tokens"
         )

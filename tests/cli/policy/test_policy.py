@@ -65,7 +65,7 @@ def test_a_conversation_is_read_by_lines_and_a_refused_one_ends_nothing(
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("12+34=\n\n" + "9" * 2000 + "\n1+1=\n"))
-    assert main(["chat", str(run), "--version", "0", "--plain", "--temperature", "0"]) == 0
+    assert main(["chat", str(run), "--version", "0", "--plain", "--temperature", "0"]) == 1, "a line was refused"
     printed = capsys.readouterr()
     assert printed.out.splitlines()[0] == "46"
     assert len(printed.out.splitlines()) == 2

@@ -99,8 +99,8 @@ async def test_the_trainer_loads_it_before_the_first_step_and_not_over_a_checkpo
         (["CONFIG", "--optimizer"], "expected CONFIG --from RUN[@STEP]"),
         (["--resume", "RUN", "--from", "RUN"], "--from begins a new run"),
         (
-            ["CONFIG", "--from", "RUN", "--optimizer", "--trainer.zero_stage=2"],
-            "expected trainer.zero_stage = 1, as in",
+            ["CONFIG", "--from", "RUN", "--optimizer", "--trainer.offload=optimizer"],
+            "expected trainer.offload = 'none', as in",
         ),
         (["CONFIG", "--from", "RUN", "--optimizer", "--policy.lora.rank=4"], "expected policy.lora = {}, as in"),
         (["CONFIG", "--from", "RUN", "--data.path", "none.jsonl"], "change data.path"),

@@ -41,6 +41,7 @@ class Bigrams:
     """A policy of one float64 matrix, in place of a training engine."""
 
     ranks, device, shares_prompts, sizes, recovers = 1, torch.device("cpu"), True, TOKENS_ALONE, False
+    policy = torch.nn.Identity()
 
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(0)

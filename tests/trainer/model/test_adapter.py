@@ -156,7 +156,7 @@ def test_a_step_with_adapters_of_experts_is_the_same_at_every_zero_stage_and_aft
         }
     first, other = engines[1], engine(1)
     expected = {name: tensor.clone() for name, tensor in first.factors()}
-    first.save(tmp_path)
+    first.save(tmp_path)()
     for parameter in other.policy.parameters():
         if parameter.requires_grad:
             parameter.data.zero_()

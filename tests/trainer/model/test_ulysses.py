@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from penstock.services.trainer.algorithm.minibatches import check_parts
 from penstock.services.trainer.batch import shards
 from penstock.services.trainer.batch.assignment import plan
 from penstock.services.trainer.batch.packing import MicroBatch, PackedRow, micro_batch
@@ -98,6 +99,16 @@ def test_without_long_samples_the_plan_is_the_one_without_the_setting() -> None:
 def test_plans_of_other_groups_have_other_digests() -> None:
     two, four = (plan(rows()[3:4], 75, 4, sequence_parallel=number) for number in (2, 4))
     assert digest([two]) != digest([four])
+
+
+def test_a_replay_with_parts_larger_than_a_forward_pass_is_refused() -> None:
+    of_trainer = {"ranks": 2, "sequence_parallel": 2, "micro_batch_tokens": 30}
+    layout = plan(rows()[3:4], 75, 2, sequence_parallel=2)
+    with pytest.raises(
+        SettingsError, match=r"of at least \d+, which a sample of the journal needs .* set the latter to 1"
+    ):
+        check_parts([layout], Settings.model_validate({"trainer": of_trainer}))
+    check_parts([layout], Settings.model_validate({"trainer": {**of_trainer, "micro_batch_tokens": 75}}))
 
 
 def test_parts_are_the_row_and_each_target_is_where_its_token_is() -> None:

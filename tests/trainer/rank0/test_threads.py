@@ -42,7 +42,8 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 V = PolicyVersion
 EVENT_LOOP = (Driver, Branch, Intake, Retention, Uploader, Opening, Exporter, Ledger, Live, Bus)
 TRAINING = (Trainer, Learner, TrainingEngine, Phases, Prober, Artifacts, Publication)
-ANY_THREAD = {"unstored_s", "__init__"}
+ANY_THREAD = {"unstored_s", "__init__", "_write", "complete"}
+"""The last two: what writes a checkpoint beside training."""
 
 
 class Calls:

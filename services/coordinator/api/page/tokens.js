@@ -44,8 +44,12 @@ function coloured(view, way, read) {
   const tokens = [], spans = [];
   const values = el("p", { class: "soft values", role: "status" }, "Point at a token, or use the arrow keys in the text, for its values.");
   const text = el("pre", { class: "text tokens", tabindex: "0", role: "group", "aria-label": `Tokens by ${way.name.toLowerCase()}` });
-  const rows = el("tbody", {}), more = el("button", { type: "button", class: "quiet", onclick: () => read(tokens.at(-1).index + 1).then(add) }, "More tokens");
+  const rows = el("tbody", {}), more = el("button", { type: "button", class: "quiet", onclick: readOn }, "More tokens");
   let at = -1;
+  function readOn() {
+    more.disabled = true;
+    read(tokens.at(-1).index + 1).then(add, (problem) => { values.textContent = problem.message; }).finally(() => { more.disabled = false; });
+  }
   function add(part) {
     for (const token of tokensOf(part)) {
       const isNewVersion = token.logprob !== null && token.version !== tokens.findLast((one) => one.logprob !== null)?.version;

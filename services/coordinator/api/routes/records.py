@@ -17,7 +17,7 @@ import functools
 import itertools
 import json
 import threading
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path as FilePath
 from typing import Annotated
 
@@ -65,6 +65,7 @@ ManyTokens = Annotated[int, Query(ge=1, le=10_000, description="Maximum number o
 Groups = Callable[[str | None, int], Awaitable[list[RolloutView]]]
 _SEARCHED, _AT_ONCE = 1000, 50
 """Groups that one request examines; its `next` continues after them."""
+_READING = threading.Lock()
 _OF_ANOTHER = (KeyError, TypeError, ValidationError)
 """Raised by records of another version."""
 
@@ -150,12 +151,15 @@ async def _group(groups: Groups, entry: str) -> RolloutView:
 async def _tokens(folder: FilePath, group: RolloutView, completion: int, first: int, limit: int) -> TokensView:
     if completion >= len(group.completions):
         raise HTTPException(404, f"group {group.id} has no completion {completion}: it has {len(group.completions)}")
-    recorded = None
-    if group.version is not None:
-        recorded = await asyncio.to_thread(read_record, folder, group.version, group.group)
+
+    def values() -> TokensView:
+        with _READING:  # a long completion takes much memory
+            recorded = read_record(folder, -1 if group.version is None else group.version, group.group, completion)
+            return tokens_view(next(recorded, None), first, limit)
+
     try:
-        return tokens_view((recorded or ())[completion], first, limit)
-    except (IndexError, *_OF_ANOTHER):
+        return await asyncio.to_thread(values)
+    except _OF_ANOTHER:
         every = "one group every coordinator.sample_every_steps steps"
         raise HTTPException(404, f"no tokens of group {group.id} are recorded: {every} has them") from None
 
@@ -196,9 +200,13 @@ async def _rollouts(rows: Rows, folder: FilePath, cursor: str | None, count: int
     if len(rollouts) < count:
         before = rollouts[-1].id if rollouts else cursor
         rollouts += await asyncio.to_thread(_recorded, folder / "rollouts.jsonl", before, count - len(rollouts))
+    await asyncio.to_thread(_note_tokens, rollouts, folder)
+    return rollouts
+
+
+def _note_tokens(rollouts: Sequence[RolloutView], folder: FilePath) -> None:
     for each in rollouts:
         each.has_tokens = each.version is not None and record_path(folder, each.version, each.group).is_file()
-    return rollouts
 
 
 async def _after_step(rows: Rows, file: FilePath, step: int) -> str:

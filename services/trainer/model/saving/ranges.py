@@ -44,11 +44,13 @@ _Pieces = Mapping[str, Sequence[tuple[Range, Mapping[str, Tensor]]]]
 """By parameter: its saved ranges, each with the flat tensors that hold it."""
 
 
-def ranges_of(optimizer: Any) -> list[Range]:
-    """Return what this rank's flat tensors hold, by DeepSpeed's optimizer of ZeRO stage 1, 2 or 3."""
-    return list(
-        _of_stage_3(optimizer) if hasattr(optimizer, "fp32_partitioned_groups_flat") else _of_mappings(optimizer)
-    )
+def ranges_of(optimizer: Any) -> list[Range] | None:
+    """Return what this rank's flat tensors hold, by DeepSpeed's optimizer of ZeRO stage 1, 2 or 3; None of others, such as that of
+    ``grad_accum_dtype`` at stage 1 in bfloat16.
+    """
+    if hasattr(optimizer, "fp32_partitioned_groups_flat"):
+        return list(_of_stage_3(optimizer))
+    return list(_of_mappings(optimizer)) if hasattr(optimizer, "bit16_groups") else None
 
 
 def _of_stage_3(optimizer: Any) -> Iterator[Range]:
@@ -71,9 +73,9 @@ def _of_mappings(optimizer: Any) -> Iterator[Range]:
                 yield Range(optimizer.param_names[parameter], inside.start, inside.numel, flat, place.start)
 
 
-def with_ranges(state_dict: Any, path: str, ranges: Sequence[Range]) -> Any:
+def with_ranges(state_dict: Any, path: str, ranges: Sequence[Range] | None) -> Any:
     """Return what is saved at ``path``, with ``ranges`` if it is the optimizer's file."""
-    if not path.endswith(_STATES) or not ranges:
+    if not path.endswith(_STATES) or ranges is None:
         return state_dict
     return {**state_dict, RANGES: [dataclasses.astuple(each) for each in ranges]}
 
@@ -85,9 +87,10 @@ def load_ranges(optimizer: Any, folder: Path) -> None:
         SettingsError: the files do not say what they hold, or lack a part of it.
     """
     pieces, step = _read(folder)
+    if (own := ranges_of(optimizer)) is None:
+        raise _refused(folder, "grad_accum_dtype in trainer.deepspeed at stage 1 cannot continue it")
     is_stage_3 = hasattr(optimizer, "fp32_partitioned_groups_flat")
     flats = optimizer.fp32_partitioned_groups_flat if is_stage_3 else optimizer.single_partition_of_fp32_groups
-    own = ranges_of(optimizer)
     if is_stage_3:
         optimizer.checkpoint_event_prologue()
     for number, flat in enumerate(flats):
@@ -113,7 +116,7 @@ def _read(folder: Path) -> tuple[_Pieces, Tensor]:
     for path in sorted(folder.rglob(f"*{_STATES}")):
         saved = torch.load(path, map_location="cpu", weights_only=True)
         if RANGES not in saved:
-            raise _refused(folder, "an older Penstock wrote it")
+            raise _refused(folder, "an older Penstock, or grad_accum_dtype in trainer.deepspeed at stage 1, wrote it")
         flats = _flats(saved["optimizer_state_dict"])
         for part in (Range(*each) for each in saved[RANGES]):
             if not {"step", *_MOMENTS} <= flats[part.flat].keys():

@@ -29,6 +29,9 @@ from penstock.shared.files import durable
 
 log = logging.getLogger(__name__)
 
+_PINNED_BYTES = 1 << 20
+"""From which on a copy is pinned: smaller ones would share pages, each of which is registered once."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Written:
@@ -53,7 +56,7 @@ class Writer:
         """Pinned memory of the host that is kept for the next checkpoint."""
         return self._host.kept_bytes
 
-    def begin(self, error: str = "", *, copies: bool = True, ranges: Sequence[Range] = ()) -> None:
+    def begin(self, error: str = "", *, copies: bool = True, ranges: Sequence[Range] | None = None) -> None:
         """Forget the checkpoint before; with an ``error`` this one is not written. Without ``copies`` it is written at once.
         ``ranges`` are those that the optimizer's file holds.
         """
@@ -72,9 +75,12 @@ class Writer:
             return
         state_dict = with_ranges(state_dict, path, self._ranges)
         if self._copies:
-            self._copied.append((self._host.copy(state_dict), Path(path)))
-        else:
-            self._save(state_dict, Path(path))
+            try:
+                self._copied.append((self._host.copy(state_dict), Path(path)))
+                return
+            except (RuntimeError, MemoryError) as error:
+                log.warning("training waits for its checkpoint", extra={"reason": f"no memory for a copy: {error}"})
+        self._save(state_dict, Path(path))
 
     def write(self) -> Written:
         """Write what was copied, and free the copy; for any thread, while training continues."""
@@ -138,8 +144,8 @@ class _HostMemory:
 
     def _copied(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
         source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-        if not self._pins:
-            return source.clone().untyped_storage()
+        if not self._pins or source.nbytes < _PINNED_BYTES:
+            return torch.empty(source.nbytes, dtype=torch.uint8).copy_(source).untyped_storage()
         kept = self._kept[source.nbytes]
         buffer = kept.pop() if kept else _pinned(source.nbytes)
         self._used.append(buffer)

@@ -15,6 +15,8 @@ from penstock.shared.settings import Settings
 log = logging.getLogger(__name__)
 
 _DECIMALS = 4
+_LONGEST = 8
+"""Tokens of one character, at most; more of them are no text."""
 
 
 class TokenRecorder:
@@ -35,7 +37,7 @@ class TokenRecorder:
                 for index, sample in enumerate(group.samples)
             ]
             write_record(self._settings.run_folder, version, group.group_id, values)
-        except OSError as error:
+        except (OSError, ValueError) as error:
             log.warning("a group's tokens are not recorded", extra={"group": group.group_id, "error": str(error)})
 
     def _texts(self, sample: Sample) -> list[str] | None:
@@ -62,13 +64,17 @@ def token_texts(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[str]:
         return tokenizer.batch_decode([[token_id] for token_id in token_ids], skip_special_tokens=False)
     from tokenizers.decoders import DecodeStream
 
-    stream, texts = DecodeStream(skip_special_tokens=False), []
+    stream, texts, waiting = DecodeStream(skip_special_tokens=False), list[str](), list[int]()
     for token_id in token_ids:
         try:
             text = stream.step(fast, token_id)
         except Exception:  # noqa: BLE001 ("Invalid prefix encountered", from which a stream does not recover)
             stream = DecodeStream(skip_special_tokens=False)
             text = stream.step(fast, token_id)
+        waiting = [] if text else [*waiting, token_id]
+        if len(waiting) == _LONGEST:  # a stream decodes all that waits with each token
+            text = fast.decode(waiting, skip_special_tokens=False)
+            stream, waiting = DecodeStream(skip_special_tokens=False), []
         texts.append(text or "")
     return texts
 

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from penstock.services.trainer.batch.staleness import trained_tokens
-from penstock.services.trainer.rank0.token_values import TokenRecorder, token_texts
+from penstock.services.trainer.token_values import TokenRecorder, token_texts
 from penstock.shared.bus.bus import Bus
 from penstock.shared.bus.messages import Experience, PolicyVersion
 from penstock.shared.bus.stores.policy.ledger import RunState
-from penstock.shared.files.token_records import read_record, record_path, thin_out, write_record
+from penstock.shared.files.token_records import TokenValues, read_record, record_path, thin_out, write_record
 from penstock.shared.settings import Settings
 from tests.support import builders, real_tokenizers, tiny
 from tests.support.driven import Driven
@@ -103,6 +103,17 @@ def test_no_sequence_of_ids_is_too_odd_to_be_recorded() -> None:
             assert len(token_texts(tokenizer, ids)) == 61
 
 
+@pytest.mark.parametrize("text", ["\x80", "�", "A"])
+def test_a_text_without_characters_costs_no_more_than_another(text: str) -> None:
+    """Each of its tokens is decoded a few times, not with all before it, which would take minutes."""
+    tokenizer = real_tokenizers.deepseek()
+    token_ids = tokenizer.convert_tokens_to_ids("\u0122") if text == "\x80" else tokenizer(text)["input_ids"][-1]
+    for repeated in (token_ids, len(tokenizer) + 5):
+        texts = token_texts(tokenizer, [repeated] * 20_000)
+        assert len(texts) == 20_000
+        assert max(map(len, texts)) <= 8
+
+
 def recorder(folder: Path, model: Path | str = "none/such") -> TokenRecorder:
     of = {"run": {"id": "tokens", "folder": folder}, "policy": {"model": str(model)}}
     return TokenRecorder(Settings.model_validate(of))
@@ -115,7 +126,7 @@ def test_a_record_has_engine_and_trainer_side_by_side(tmp_path: Path) -> None:
     tokens = len(group.group.samples[0].token_ids)
     trainers = np.array([-0.123456, *[np.nan] * (tokens - 2), np.inf], dtype=np.float32)
     recorder(tmp_path, tmp_path / "model").record(PolicyVersion(4), group, {0: trainers})
-    first, second = read_record(tmp_path / "tokens", 4, 7) or ()
+    first, second = read_record(tmp_path / "tokens", 4, 7)
     assert first["trainer_logprobs"] == [-0.1235, *[None] * (tokens - 1)]
     assert second["trainer_logprobs"] == [None] * tokens
     assert first["logprobs"] == pytest.approx(group.group.samples[0].behavior_logprobs.tolist(), abs=1e-4)
@@ -128,7 +139,7 @@ def test_demonstrations_have_no_engine_and_a_model_without_tokenizer_no_texts(tm
     (tmp_path / "tokens").mkdir()
     (tmp_path / "model").mkdir()
     recorder(tmp_path, tmp_path / "model").record(PolicyVersion(1), demonstrated([builders.experience(0)])[0], {})
-    (first, _) = read_record(tmp_path / "tokens", 1, 0) or ()
+    (first, _) = read_record(tmp_path / "tokens", 1, 0)
     assert set(first["logprobs"]) == {None}
     assert first["texts"] is None
 
@@ -138,17 +149,24 @@ def test_a_disk_that_refuses_and_damaged_records_are_as_if_there_were_none(tmp_p
     run.mkdir()
     (run / "tokens").write_text("a file in the folder's place")
     recorder(tmp_path, tmp_path).record(PolicyVersion(1), builders.experience(0), {})
-    assert read_record(run, 1, 0) is None
+    assert list(read_record(run, 1, 0)) == []
     for text in ("", "[]", "[" * 100_000, '{"completions": '):
         path = record_path(tmp_path, 2, 0)
         path.parent.mkdir(exist_ok=True)
         path.write_text(text)
-        assert read_record(tmp_path, 2, 0) is None
+        assert not any(read_record(tmp_path, 2, 0))
 
 
 def test_records_on_disk_are_bounded_and_keep_the_newest(tmp_path: Path) -> None:
     for version in range(1, 12):
-        write_record(tmp_path, version, 100 - version, [])
+        values: TokenValues = {
+            "ids": [1],
+            "texts": None,
+            "logprobs": [None],
+            "trainer_logprobs": [None],
+            "versions": [1],
+        }
+        write_record(tmp_path, version, 100 - version, [values])
     thin_out(tmp_path / "tokens", 1 << 20)
     assert len(list((tmp_path / "tokens").iterdir())) == 11
     thin_out(tmp_path / "tokens", 10)
@@ -168,7 +186,7 @@ async def test_a_step_that_is_due_records_its_last_group_before_its_commit(bus: 
             await driven.feed(numbered(step))
             await is_at(driven, step)
     (version,) = [record.version for record in await driven.ledger.policies() if record.step == 2]
-    assert [path.name for path in (of.run_folder / "tokens").iterdir()] == [f"{version}-{2 * GROUPS + LAST}.json"]
-    completions = read_record(of.run_folder, version, 2 * GROUPS + LAST) or ()
+    assert [path.name for path in (of.run_folder / "tokens").iterdir()] == [f"{version}-{2 * GROUPS + LAST}.jsonl"]
+    completions = list(read_record(of.run_folder, version, 2 * GROUPS + LAST))
     assert [len(each["ids"]) for each in completions] == [2, 5, 3, 4]
     assert all(None not in each["trainer_logprobs"] for each in completions)
