@@ -279,7 +279,7 @@ def test_several_settings_are_explained_at_once(capsys: pytest.CaptureFixture[st
     shown = capsys.readouterr().out
     assert "trainer.learning_rate" in shown
     assert "algorithm.max_lag" in shown
-    assert main(["settings", "max_lag", "no_such"]) == 1
+    assert main(["settings", "max_lag", "no_such"]) == 2
     assert "no setting's name contains 'no_such'" in capsys.readouterr().err
 
 
