@@ -30,7 +30,7 @@ from penstock.shared.bus.bus import Bus
 from penstock.shared.bus.encoding import wire
 from penstock.shared.bus.messages import Event, Experience, Json, MemoryReport, Prompt, Score, ScoreStatus, StepReport
 from penstock.shared.bus.stores.policy.evaluations import evaluated
-from penstock.shared.bus.stores.run.records import following, wait_for_any, with_payloads
+from penstock.shared.bus.stores.run.records import following, newer, wait_for_any, with_payloads
 from penstock.shared.bus.streams import Row, Stream
 from penstock.shared.bus.transcripts import turns_of
 from penstock.shared.errors import MessageError
@@ -169,7 +169,7 @@ class Recorder:
     async def _sample(self, files: _Files) -> None:
         if files.step // self._every <= files.sampled_step // self._every:
             return
-        rows = await self._bus.xrevrange(streams.JOURNAL, count=_LOOKED_BACK)
+        rows = await newer(self._bus, streams.JOURNAL, "", _LOOKED_BACK)
         due = files.step // self._every * self._every
         of_step = [row for row in rows if int(row[1][b"step"]) == due]  # it may be behind the trainer
         chosen = await with_payloads(self._bus, (of_step or rows)[:1])
