@@ -188,7 +188,7 @@ class Trainer:
             return StepSkipped(str(error), error.touched)
         published, plan = self._publish(command), self._learner.plan
         assert plan is not None
-        if self.step % self._settings.coordinator.sample_every_steps == 0:
+        if self._learner.shows(self.step):
             logprobs = dict(pair for part in self._engine.gathered(self._learner.logprobs) for pair in part.items())
             self._artifacts.record_tokens(command.version, command.groups[-1], logprobs)
         memory, samples = self._phases.take_memory(), self._engine.gathered(self._phases.take_samples())
@@ -265,8 +265,8 @@ class Trainer:
         with self._phases.measure("checkpoint"):
             folder = local_store.beside(self._root, self.step)
             writes = [part.save(folder / name) for name, part in self._parts().items()]
-        meets = [writers_group()] if self._engine.ranks > 1 else []
-        work = functools.partial(self._write, command.state, writes, meets)
+        group = writers_group() if self._engine.ranks > 1 else None
+        work = functools.partial(self._write, command.state, writes, group)
         threading.Thread(target=work, name="checkpoint", daemon=True).start()
         return Result()
 
@@ -274,15 +274,15 @@ class Trainer:
         self,
         state: CheckpointState | None,
         writes: Sequence[Callable[[], Written]],
-        meets: Sequence[dist.ProcessGroup],
+        group: dist.ProcessGroup | None,
     ) -> None:
-        """Write a checkpoint, in a thread of its own; it counts once every rank's files are durable."""
+        """Write a checkpoint, in a thread of its own; it counts once the files of every rank of ``group`` are durable."""
         try:
             give_way()
             written = [write() for write in writes]
             every: list[Any] = [written]
-            for group in meets:
-                every = [None] * self._engine.ranks
+            if group is not None:
+                every *= self._engine.ranks
                 dist.all_gather_object(every, written, group=group)
             of_ranks: list[Written] = [part for parts in every for part in parts]
             files = {path: file for part in of_ranks for path, file in part.files.items()}

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support import forge, tiny, tiny_hybrids, trainer_ranks
+from tests.support import tiny, tiny_hybrids, trainer_ranks
+from tests.support.launched_ranks import found_by
 from tests.support.tolerance import FORWARD, GRADIENT, MOVEMENT, RESUMED, moved_apart, smooth_adam
 from tests.trainer.algorithm import test_tree_steps, test_update
 
@@ -19,18 +20,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200), pytest.mark.usefixtur
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("ranks")
-    output = folder / "output.txt"
     for name in trainer_ranks.RELAID:
         uninterrupted(name).engine.save(folder / name / "one")()
-    with output.open("w") as file:
-        words = [2, "tests.support.trainer_ranks", folder]
-        launcher = forge.start("tests.support.launched_ranks", words, file, OMP_NUM_THREADS="1")
-    try:
-        assert launcher.wait(1100) == 0, output.read_text()[-3000:]
-    finally:
-        launcher.kill()
-    results: dict[str, Any] = torch.load(folder / "found.pt", weights_only=True)
-    return {**results, "folder": folder}
+    return {**found_by("trainer_ranks", 2, folder, 1100), "folder": folder}
 
 
 def uninterrupted(name: str) -> trainer_ranks.Rank:

@@ -24,8 +24,8 @@ from tests.trainer.rank0.test_driver import settings as driver_settings
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
-LAST = 3
-"""The last group's place."""
+LAST, DUE = 3, 2
+"""The last group's place, and a step that shows it."""
 
 
 def of_policy(groups: list[Experience]) -> list[Any]:
@@ -45,15 +45,22 @@ def of_policy(groups: list[Experience]) -> list[Any]:
 )
 def test_they_are_the_policys_before_the_step_however_the_group_is_packed(of: Settings) -> None:
     rank = Rank(of)
-    rank.learn(batch(0.3))
+    rank.learn(batch(0.3), DUE)
     assert sorted(rank.learner.logprobs) == [0, 1, 2, 3]
     for index, expected in enumerate(of_policy(batch(0.0))):
         assert rank.learner.logprobs[index] == pytest.approx(expected, abs=FORWARD)
 
 
+def test_a_step_that_shows_no_group_takes_none_from_the_device() -> None:
+    rank = Rank(settings())
+    rank.learn(batch(0.3), DUE)
+    rank.learn(batch(0.3), DUE + 1)
+    assert rank.learner.logprobs == {}
+
+
 def test_a_preference_has_those_of_its_two_samples_alone() -> None:
     rank = Rank(settings(preset="dpo"))
-    rank.learn(batch(0.3))
+    rank.learn(batch(0.3), DUE)
     expected = of_policy(batch(0.0))
     assert len(rank.learner.logprobs) == 2
     for index, logprobs in rank.learner.logprobs.items():
@@ -63,14 +70,14 @@ def test_a_preference_has_those_of_its_two_samples_alone() -> None:
 def test_beside_demonstrations_they_are_still_those_of_the_samples() -> None:
     groups = batch(0.3)
     rank = Rank(settings(imitation=0.5))
-    rank.learn([*demonstrated(groups[:1]), *groups[1:]])
+    rank.learn([*demonstrated(groups[:1]), *groups[1:]], DUE)
     for index, expected in enumerate(of_policy(batch(0.0))):
         assert rank.learner.logprobs[index] == pytest.approx(expected, abs=FORWARD)
 
 
 def test_stale_and_given_tokens_have_none() -> None:
     rank, contexts = Rank(settings()), (*[0] * 12, 0, 2, 3, 1)
-    rank.learn(batch(0.3), contexts=contexts)
+    rank.learn(batch(0.3), DUE, contexts=contexts)
     trained = [
         np.isfinite(rank.learner.logprobs.get(index, np.full(n, np.nan))).tolist()
         for index, n in enumerate((2, 5, 3, 4))
@@ -79,7 +86,7 @@ def test_stale_and_given_tokens_have_none() -> None:
 
     groups = test_tree_steps.episodes()
     rank = Rank(settings())
-    rank.learn(groups)
+    rank.learn(groups, DUE)
     for index, sample in enumerate(groups[-1].group.samples):
         assert np.isfinite(rank.learner.logprobs[index]).tolist() == trained_tokens(sample).tolist()
 

@@ -52,7 +52,7 @@ class Learner:
         self._estimates = Estimates(policy, critic, reference, settings.algorithm, phases)
         self.plan: StepPlan | None = None
         self.logprobs: Mapping[int, Float32Array] = {}
-        """Of the last step's last group, by its samples' indexes: see ``Passes.logprobs``."""
+        """Of the last step's last group, if the step :meth:`shows` it, by its samples' indexes: see ``Passes.logprobs``."""
 
     def learn(
         self,
@@ -87,7 +87,8 @@ class Learner:
         rate = learning_rate(self._settings, step, peak)
         samples = [len(each.group.samples) for each in batch]
         last = range(sum(samples[:-1]), sum(samples))
-        passes = self._passes(step, repeated.misfits if repeated and repeated.layout == plan.layout else (), last)
+        misfits = repeated.misfits if repeated and repeated.layout == plan.layout else ()
+        passes = self._passes(step, misfits, last if self.shows(step) else ())
         spent_s = self._spent_s()
         for _ in range(algorithm.epochs):
             for minibatch in minibatches:
@@ -102,8 +103,8 @@ class Learner:
 
         measured = {**passes.over_ranks(), **take_imbalance(self._policy.policy), "learning_rate": rate}
         check_finite(measured, step)
-        misfits, digest = tuple(passes.attempts.misfits), settings_digest(self._settings, rate, step)
-        self.plan = dataclasses.replace(plan, misfits=misfits, settings=digest)
+        digest = settings_digest(self._settings, rate, step)
+        self.plan = dataclasses.replace(plan, misfits=tuple(passes.attempts.misfits), settings=digest)
         self.logprobs = {place - last.start: logprobs for place, logprobs in passes.logprobs.items()}
         flops = sum(micro_batch.batch.flops for micro_batch in inputs) * (1 + BACKWARD) * algorithm.epochs
         peak_tflops, device = self._settings.internal.peak_tflops, self._policy.device
@@ -147,6 +148,10 @@ class Learner:
         seed = (self._settings.run.seed, step)
         attempts = ForwardPasses(self._policy, seed, self._kind.together, misfits)
         return Passes(self._policy, self._critic, self._kind, attempts, shown)
+
+    def shows(self, step: int) -> bool:
+        """Whether the tokens of the step's last group are recorded."""
+        return step % self._settings.coordinator.sample_every_steps == 0
 
     def _spent_s(self) -> float:
         return self._phases.seconds["forward_backward"] + self._phases.seconds["optimizer"]

@@ -264,13 +264,13 @@ def saved_by_rank(engine: Any) -> Iterator[None]:
 
 def save(model: nn.Module, folder: Path, write: Callable[[Any, str], object]) -> None:
     """Let one rank for each part of the experts write it to ``folder``; collective."""
-    parts = {name: weight.detach() for name, weight in model.named_parameters() if group_of(weight) is not None}
-    if not parts:
+    if not (layers := layers_of(model)):
         return
-    group = group_of(dict(model.named_parameters())[next(iter(parts))])
-    if dist.get_rank() < dist.get_world_size(group):
+    ranks = dist.get_world_size(_group(layers[0]))
+    if dist.get_rank() < ranks:
         folder.mkdir(parents=True, exist_ok=True)
-        write({"ranks": dist.get_world_size(group), "module": parts}, str(folder / _file(dist.get_rank())))
+        parts = {name: weight.detach() for name, weight in model.named_parameters() if group_of(weight) is not None}
+        write({"ranks": ranks, "module": parts}, str(folder / _file(dist.get_rank())))
     meet_at_storage()
 
 

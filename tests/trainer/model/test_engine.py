@@ -256,17 +256,14 @@ def test_a_loaded_checkpoint_can_be_deleted_and_its_space_is_free(tmp_path: Path
     assert all(torch.equal(tensor, others[name]) for name, tensor in first.weights().items())
 
 
-@pytest.mark.parametrize("trainer", [{}, {"offload": "optimizer"}, {"weight_decay": 0.1}], ids=str)
-@pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 1), (2, 3), (1, 2)])
-def test_a_checkpoint_is_continued_at_another_zero_stage(
-    tmp_path: Path, before: int, after: int, trainer: dict[str, Any]
-) -> None:
+def assert_continued(folder: Path, before: Settings, after: Settings) -> None:
+    """Check that a checkpoint, read by range, brings back the weights, and that the next step is the same."""
     with smooth_adam():
-        first, second = Stepper(settings(before, **trainer)), Stepper(settings(after, **trainer))
+        first, second = Stepper(before), Stepper(after)
         first.step(1)
         first.step(2)
-        first.engine.save(tmp_path)()
-        second.engine.load(tmp_path, of_others=True)
+        first.engine.save(folder)()
+        second.engine.load(folder, of_others=True)
     start = second.weights()
     assert all(torch.equal(tensor, start[name]) for name, tensor in first.weights().items())
     first.step(3)
@@ -274,17 +271,16 @@ def test_a_checkpoint_is_continued_at_another_zero_stage(
     assert moved_apart(second.weights(), first.weights(), start) < RESUMED
 
 
+@pytest.mark.parametrize("trainer", [{}, {"offload": "optimizer"}, {"weight_decay": 0.1}], ids=str)
+@pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 1), (2, 3), (1, 2)])
+def test_a_checkpoint_is_continued_at_another_zero_stage(
+    tmp_path: Path, before: int, after: int, trainer: dict[str, Any]
+) -> None:
+    assert_continued(tmp_path, settings(before, **trainer), settings(after, **trainer))
+
+
 def test_weights_that_are_offloaded_are_continued_by_range_too(tmp_path: Path) -> None:
-    with smooth_adam():
-        first, second = (Stepper(settings(3, offload=offload)) for offload in ("all", "all"))
-        first.step(1)
-        first.engine.save(tmp_path)()
-        second.engine.load(tmp_path, of_others=True)
-    start = second.weights()
-    assert all(torch.equal(tensor, start[name]) for name, tensor in first.weights().items())
-    first.step(2)
-    second.step(2)
-    assert moved_apart(second.weights(), first.weights(), start) < RESUMED
+    assert_continued(tmp_path, settings(3, offload="all"), settings(3, offload="all"))
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")

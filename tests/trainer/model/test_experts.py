@@ -1,42 +1,28 @@
 """Ranks that share a mixture's experts (``tests/support/expert_ranks.py``) compute what whole experts do."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from penstock.services.trainer.model import experts
 from penstock.shared.errors import SettingsError
 from penstock.shared.settings import Settings
-from tests.support import forge, tiny
+from tests.support import tiny
+from tests.support.launched_ranks import found_by
 from tests.support.tolerance import FORWARD, GRADIENT, MOVEMENT, ULPS, moved_apart
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 SAME = {"names": True, "shapes": True, "other": []}
 
 
-def played(ranks: int, folder: Path) -> dict[str, Any]:
-    output = folder / "output.txt"
-    with output.open("w") as file:
-        words = [ranks, "tests.support.expert_ranks", folder]
-        launcher = forge.start("tests.support.launched_ranks", words, file, OMP_NUM_THREADS="1")
-    try:
-        assert launcher.wait(800) == 0, output.read_text()[-3000:]
-    finally:
-        launcher.kill()
-    results: dict[str, Any] = torch.load(folder / "found.pt", weights_only=True)
-    return results
-
-
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return played(2, tmp_path_factory.mktemp("two"))
+    return found_by("expert_ranks", 2, tmp_path_factory.mktemp("two"), 800)
 
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return played(4, tmp_path_factory.mktemp("four"))
+    return found_by("expert_ranks", 4, tmp_path_factory.mktemp("four"), 800)
 
 
 def assert_a_step_of_whole_experts(gaps: dict[str, float]) -> None:

@@ -18,7 +18,8 @@ from penstock.services.trainer.model.policy import Policy
 from penstock.shared.errors import SettingsError
 from penstock.shared.model.flops import ModelSizes
 from penstock.shared.settings import Settings
-from tests.support import forge, packed, split_ranks, tiny, tiny_hybrids, trainer_ranks, trees
+from tests.support import packed, split_ranks, tiny, tiny_hybrids, trainer_ranks, trees
+from tests.support.launched_ranks import found_by
 from tests.support.split_ranks import RUNS, families
 from tests.support.tolerance import GRADIENT
 from tests.trainer import test_ranks
@@ -169,17 +170,7 @@ def _with_dropout() -> Policy:
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    folder = tmp_path_factory.mktemp("split")
-    output = folder / "output.txt"
-    with output.open("w") as file:
-        words = [split_ranks.RANKS, "tests.support.split_ranks", folder]
-        launcher = forge.start("tests.support.launched_ranks", words, file, OMP_NUM_THREADS="1")
-    try:
-        assert launcher.wait(1100) == 0, output.read_text()[-3000:]
-    finally:
-        launcher.kill()
-    results: dict[str, Any] = torch.load(folder / "found.pt", weights_only=True)
-    return results
+    return found_by("split_ranks", split_ranks.RANKS, tmp_path_factory.mktemp("split"), 1100)
 
 
 @pytest.mark.slow
