@@ -49,7 +49,7 @@ def make(settings: Settings, gpus: str, model: str = "", calibrate: Path | None 
             f"expected trainer.expert_parallel = 1 with penstock plan, found {settings.trainer.expert_parallel}: what ranks hold of divided "
             "experts is not predicted; with 1, each is planned with all of them, an upper bound"
         )
-    if calibrate and not ((calibrate if calibrate.is_dir() else calibrate.parent) / SETTINGS_FILE).is_file():
+    if calibrate is not None and not (runs.folder_of(calibrate) / SETTINGS_FILE).is_file():
         raise SettingsError(f"no run's folder at {calibrate}: change --calibrate")
     work, stated = work_of(settings, model), _stated(settings, turns, calibrate)
     if stated is not None:

@@ -71,18 +71,23 @@ def mean_metrics(run_folder: Path) -> dict[str, float]:
     return {name: sum(float(line.get(name) or 0.0) for line in steps) / len(steps) for name in names}
 
 
+def folder_of(path: Path) -> Path:
+    """Return the folder of the run whose folder, or summary.json, ``path`` is."""
+    return path if path.is_dir() else path.parent
+
+
 def read_run(path: Path) -> tuple[Measured, Settings]:
     """Return the figures and settings of the run whose folder, or summary.json, ``path`` is. Raises SettingsError:
     they cannot be read, or the run has too few steps.
     """
-    folder = path if path.is_dir() else path.parent
+    folder = folder_of(path)
     own = load(folder / SETTINGS_FILE, environment={})
     return measured(_lines(folder / "metrics.jsonl"), own.algorithm.max_lag), own
 
 
 def under_mps(path: Path) -> bool | None:
     """Return whether the engines of a run shared GPUs under CUDA MPS, or None if it has no record of several engines."""
-    folder = path if path.is_dir() else path.parent
+    folder = folder_of(path)
     file = folder / "events.jsonl"
     events = _lines(file) if file.exists() else []
     started = [str(event.get("detail")) for event in events if event.get("name") == "engines per GPU"]
