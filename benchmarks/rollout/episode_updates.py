@@ -21,6 +21,7 @@ import dataclasses
 import json
 import os
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator
@@ -126,17 +127,24 @@ async def pull(replica: Any, trainer: Player, version: int) -> None:
     await replica.pull(published, [published["address"]])
 
 
+def say(what: str) -> None:
+    print(f"{time.process_time():.0f} s of processor time: {what}", file=sys.stderr, flush=True)
+
+
 async def measure(trainer: Player, options: Options, args: argparse.Namespace, url: str) -> dict[str, Any]:
     """Return the figures of ``args.rounds`` pairs of windows."""
     from benchmarks.weights.replica import Replica, generated_tokens, opened
 
     replica = Replica(await opened(options), options)
+    say("engine opened")
     took: list[float] = []
     rates: dict[bool, list[float]] = {False: [], True: []}
     try:
         await pull(replica, trainer, 1)
+        say("first version pulled")
         load = Load(replica.engine, args.episodes)
         async with load.playing(url):
+            say("each episode had a turn")
             for window in range(2 * args.rounds):
                 updated = window % 4 in (1, 2)  # without, with, with, without
                 updating = asyncio.create_task(updates(replica, trainer, 2 + len(took), took)) if updated else None
@@ -144,6 +152,7 @@ async def measure(trainer: Player, options: Options, args: argparse.Namespace, u
                 tokens, began_s = generated_tokens(), time.monotonic()
                 await asyncio.sleep(args.seconds)
                 rates[updated].append((generated_tokens() - tokens) / (time.monotonic() - began_s))
+                say(f"window {window + 1}, {'updates' if updated else 'none'}: {rates[updated][-1]:.0f} tokens/s")
                 if updating is not None:
                     if updating.done():
                         updating.result()
