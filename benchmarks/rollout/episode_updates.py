@@ -127,8 +127,8 @@ async def pull(replica: Any, trainer: Player, version: int) -> None:
     await replica.pull(published, [published["address"]])
 
 
-def say(what: str) -> None:
-    print(f"{time.process_time():.0f} s of processor time: {what}", file=sys.stderr, flush=True)
+def say(text: str) -> None:
+    print(f"{time.process_time():.0f} s of processor time: {text}", file=sys.stderr, flush=True)
 
 
 async def measure(trainer: Player, options: Options, args: argparse.Namespace, url: str) -> dict[str, Any]:
