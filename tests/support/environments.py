@@ -27,7 +27,7 @@ def python_with(package: str) -> str:
             return str(python)
         try:
             subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True, capture_output=True)
-            install = [python, "-m", "pip", "install", "-q", "--no-compile", package]
+            install = [str(python), "-m", "pip", "install", "-q", "--no-compile", package]
             subprocess.run(install, check=True, capture_output=True, timeout=900)
         except (subprocess.SubprocessError, OSError) as error:
             if os.environ.get("CI") == "true":
