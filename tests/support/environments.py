@@ -27,9 +27,8 @@ def python_with(package: str) -> str:
             return str(python)
         try:
             subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True, capture_output=True)
-            subprocess.run(
-                [python, "-m", "pip", "install", "-q", package], check=True, capture_output=True, timeout=900
-            )
+            install = [str(python), "-m", "pip", "install", "-q", "--no-compile", package]
+            subprocess.run(install, check=True, capture_output=True, timeout=900)
         except (subprocess.SubprocessError, OSError) as error:
             if os.environ.get("CI") == "true":
                 raise

