@@ -116,8 +116,7 @@ def test_each_host_sends_its_own_files_and_only_with_all_of_them_is_there_a_chec
     assert second.put_share(made) == 0, "they are there already"
 
     stored, sent_bytes = first.put(made)
-    everything = sum(path.stat().st_size for path in made.folder.rglob("*") if path.is_file())
-    assert 0 < sent_bytes < everything
+    assert 0 < sent_bytes < sum(path.stat().st_size for path in made.folder.rglob("*") if path.is_file())
     assert second.put_share(made) == 0
     fetched = store_of(storage).fetch(stored, tmp_path / "there")
     assert fetched.files == made.files
