@@ -80,7 +80,7 @@ async def _link(name: str, address: str, secret: bytes) -> Finding:
 
 async def _measured(exchange: Exchange, nbytes: int, moved_bytes: int) -> str:
     """Return latency and bandwidth; an exchange of ``nbytes`` moves ``moved_bytes``."""
-    waits_s = []
+    waits_s = list[float]()
     for _ in range(_PINGS):
         with _timed(waits_s):
             await exchange(0)
