@@ -2,13 +2,16 @@
 
 import json
 import sys
-from pathlib import PurePath
+from collections.abc import Iterable
+from pathlib import Path, PurePath
 from typing import Annotated, Any
 from urllib.parse import quote
 
 import typer
 
 from penstock.services.cli.connection import AsJson, Connection, Most, Reason, connected
+from penstock.shared.errors import SettingsError
+from penstock.shared.preflight.finding import Finding
 
 LOOK, OPERATE = "Look at a run", "Operate a run"
 Version = Annotated[int, typer.Argument(metavar="VERSION", min=0)]
@@ -216,6 +219,14 @@ def doctor(
     namespace: Annotated[
         str, typer.Option("--namespace", "-n", metavar="NAME", help="The release's namespace. Default: kubectl's.")
     ] = "",
+    links: Annotated[
+        Path | None,
+        typer.Option(
+            "--links",
+            metavar="TOML",
+            help="Measure latency and bandwidth from here to the bus, trainer and replicas of this run.",
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Check this machine, or a release in a cluster; each fault is one sentence with its fix.
@@ -223,21 +234,35 @@ def doctor(
     Of this machine: the NVIDIA driver, shared memory, and whether CUDA MPS runs. Of a release: pods that do not start; and, inside of those that
     run, the bus, its memory limit, clocks, and whether pods see one another's files.
 
-    **Examples:** `penstock doctor` · `penstock doctor --cluster my-run --namespace research`
+    **Examples:** `penstock doctor` · `penstock doctor --links my-run.toml` · `penstock doctor --cluster my-run --namespace research`
     """
     from penstock.services.up.display import console
     from penstock.shared.preflight import node, release
 
     if cluster:
-        findings = release.examine(release.Kubectl(namespace), cluster)
+        findings: Iterable[Finding] = release.examine(release.Kubectl(namespace), cluster)
+    elif links is not None:
+        findings = _links(links)
     else:
-        findings = iter([node.graphics(), node.shared_memory(1 << 30), node.sharing()])
+        findings = [node.graphics(), node.shared_memory(1 << 30), node.sharing()]
     failures = 0
     for finding in findings:
         failures += not finding.ok
         mark = "ok  " if finding.ok else "FAIL"
         console.say(finding.line() if as_json else f"{mark} {finding.check}: {finding.sentence}")
     raise typer.Exit(1 if failures else 0)
+
+
+def _links(config: Path) -> list[Finding]:
+    import asyncio
+
+    from penstock.shared.preflight.links import links
+    from penstock.shared.settings import load
+
+    settings = load(config)
+    if not settings.run.id:
+        raise SettingsError(f"expected run.id in {config} with --links, by which processes find their run: set it")
+    return asyncio.run(links(settings.bus.url, settings.run.id))
 
 
 def _progress(detail: str) -> None:

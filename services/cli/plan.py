@@ -54,7 +54,7 @@ def make(settings: Settings, gpus: str, model: str = "", calibrate: Path | None 
     work, stated = work_of(settings, model), _stated(settings, turns, calibrate)
     if stated is not None:
         work = with_turns(work, settings, *stated)
-    planner = Planner(work, parse_cluster(gpus), preferences(settings))
+    planner = Planner(work, parse_cluster(gpus), _for_longest(preferences(settings), work, settings))
     if (together := settings.trainer.sequence_parallel) > planner.cluster.per_node:
         raise SettingsError(
             f"expected trainer.sequence_parallel of at most the {planner.cluster.per_node} GPUs of a host, found {together}: lower it"
@@ -67,6 +67,13 @@ def make(settings: Settings, gpus: str, model: str = "", calibrate: Path | None 
         corrected = corrections(figures, own, of_run, planner.cluster, mps=runs.under_mps(calibrate))
         planner = dataclasses.replace(planner, corrections=corrected, work=planned)
     return Plan(settings, planner, *planner.compare())
+
+
+def _for_longest(own: Preferences, work: Workload, settings: Settings) -> Preferences:
+    """Return ``own`` with micro-batches that hold the longest sample, which is not trained otherwise."""
+    longest = min(work.longest, settings.rollout.max_model_len or work.longest)
+    tokens = max(own.trainer.micro_batch_tokens, -(-longest // own.trainer.sequence_parallel))
+    return dataclasses.replace(own, trainer=dataclasses.replace(own.trainer, micro_batch_tokens=tokens))
 
 
 def _stated(settings: Settings, turns: str, calibrate: Path | None) -> tuple[float, float, float] | None:

@@ -256,22 +256,33 @@ class Planner:
     ) -> tuple[TrainerOptions, Table, int] | MemoryShortage:
         """Return the fastest of the trainer's settings that fit, with its memory and the layers that it does not recompute:
         with the run's own optimizer and offloading, or else with those that need less memory; ``frees``: it can free its
-        snapshot while it trains.
+        snapshot while it trains. Where no GPU holds whole snapshots beside it, each rank has a share of them.
         """
         mine = self._mine(ranks)
         mine = dataclasses.replace(mine, snapshots=min(mine.snapshots, snapshots))
         for optimizer, offload in tuple(dict.fromkeys([(mine.optimizer, mine.offload), *_WAYS]))[:ways]:
-            fitting = []
-            for options in _variants(dataclasses.replace(mine, optimizer=optimizer, offload=offload), mine):
-                table, kept = trainer_table(self.work, options, limit_bytes)
-                if frees and peak(table) > limit_bytes:
-                    table = _without_snapshots(table)
-                if peak(table) <= limit_bytes:
-                    fitting.append((self._train_seconds(options, kept), options, table, kept))
+            variants = _variants(dataclasses.replace(mine, optimizer=optimizer, offload=offload), mine)
+            fitting = self._fitting(variants, limit_bytes, frees=frees)
+            if mine.snapshots == 2 and ranks > 1 and not any(options.snapshots for _, options, _, _ in fitting):
+                in_shares = [dataclasses.replace(each, sharded=True) for each in variants if each.snapshots]
+                fitting += self._fitting(in_shares, limit_bytes)
             if fitting:
                 return min(fitting, key=lambda each: each[0])[1:]
         table, _ = trainer_table(self.work, mine, limit_bytes)
         return _shortage(f"a trainer on {_words(mine)}", table, limit_bytes)
+
+    def _fitting(
+        self, variants: Sequence[TrainerOptions], limit_bytes: float, *, frees: bool = False
+    ) -> list[tuple[float, TrainerOptions, Table, int]]:
+        """Return the variants that fit, each with the seconds of a step."""
+        fitting = []
+        for options in variants:
+            table, kept = trainer_table(self.work, options, limit_bytes)
+            if frees and peak(table) > limit_bytes:
+                table = _without_snapshots(table)
+            if peak(table) <= limit_bytes:
+                fitting.append((self._train_seconds(options, kept), options, table, kept))
+        return fitting
 
     def _train_seconds(self, options: TrainerOptions, kept: int) -> float:
         passes = rooflines.train_seconds(self.work, self.cluster, options, kept, self.work.step_tokens)
@@ -337,14 +348,15 @@ class Planner:
         )
 
 
-def _variants(way: TrainerOptions, mine: TrainerOptions) -> Iterator[TrainerOptions]:
-    """Yield the ZeRO stages and transports of a way, the run's own first."""
-    if (way.optimizer, way.offload) == (mine.optimizer, mine.offload):
-        yield mine
+def _variants(way: TrainerOptions, mine: TrainerOptions) -> list[TrainerOptions]:
+    """Return the ZeRO stages and transports of a way, the run's own first."""
+    own = [mine] if (way.optimizer, way.offload) == (mine.optimizer, mine.offload) else []
     stages: Sequence[int] = (3,) if way.offload == "all" else (1, 2, 3) if way.ranks > 1 else (max(1, mine.zero_stage),)
-    for stage in stages:
-        for snapshots in dict.fromkeys((mine.snapshots, 0)):
-            yield dataclasses.replace(way, zero_stage=stage, snapshots=snapshots)
+    return own + [
+        dataclasses.replace(way, zero_stage=stage, snapshots=snapshots)
+        for stage in stages
+        for snapshots in dict.fromkeys((mine.snapshots, 0))
+    ]
 
 
 def _words(options: TrainerOptions) -> str:

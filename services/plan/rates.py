@@ -14,7 +14,7 @@ The constants are measurements on H200s (benchmarks/results) and docs/plan.md co
 import dataclasses
 
 from penstock.services.plan.hardware import Cluster
-from penstock.services.plan.memory import TrainerOptions, kv_bytes
+from penstock.services.plan.memory import TrainerOptions, checkpoint_copy_bytes, kv_bytes
 from penstock.services.plan.shapes import Shape
 from penstock.services.plan.workload import Workload
 from penstock.shared.model.flops import BACKWARD, forward_flops
@@ -49,8 +49,8 @@ _PREFILL_MFU = 0.4
 FAN_OUT = 2
 """Of the replicas that relay, those that pull from the trainer (services/coordinator/policies/relay_tree.py)."""
 _HEADER_S = 0.08
-_WRITE, _READ = (5e9, 20e9), (2e9, 10e9)
-"""Bytes per second that rank 0 writes and that all replicas read: in memory of one host, and on storage that hosts share."""
+_WRITE, _READ = (5e9, 2e9), (20e9, 10e9)
+"""Bytes per second that trainers write and that all replicas read: in memory of one host, and on storage that hosts share."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -202,3 +202,10 @@ def transfer_seconds(work: Workload, cluster: Cluster, options: TrainerOptions, 
     near = cluster.nodes == 1
     rate = 0.55 * cluster.gpu.link_bytes_per_s if near else cluster.network_bytes_per_s
     return _HEADER_S + nbytes * copies / rate
+
+
+def checkpoint_seconds(work: Workload, cluster: Cluster, options: TrainerOptions) -> tuple[float, float]:
+    """Return the seconds for which training waits for a checkpoint's copy, each rank's on its own link to the host and
+    rank 0's also of whole weights, and those until it is written, by all ranks to one storage."""
+    copied_s = checkpoint_copy_bytes(work, options, 1) / cluster.host_bytes_per_s
+    return copied_s, copied_s + checkpoint_copy_bytes(work, options, options.ranks) / _WRITE[cluster.nodes > 1]

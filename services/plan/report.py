@@ -10,6 +10,7 @@ import tomli_w
 from penstock.services.plan.hardware import GIB, Cluster
 from penstock.services.plan.layouts import Candidate, GpuLayout, MemoryShortage, Planner
 from penstock.services.plan.memory import Table, checkpoint_copy_bytes, peak, total
+from penstock.services.plan.rates import checkpoint_seconds
 from penstock.services.plan.workload import Workload
 from penstock.shared.errors import SettingsError
 from penstock.shared.files.durable import write_whole
@@ -49,6 +50,11 @@ class Plan:
 
 def text(plan: Plan) -> str:
     lines = [_head(plan.planner)]
+    own, planned = plan.settings.trainer.micro_batch_tokens, plan.planner.own.trainer.micro_batch_tokens
+    if planned > own:
+        lines += [
+            f"planned with trainer.micro_batch_tokens = {planned:,}, for the longest sample, which is not trained with {own:,}"
+        ]
     for number, candidate in enumerate(plan.candidates[:SHOWN], 1):
         lines += ["", *_candidate(plan, number, candidate)]
     if not plan.candidates:
@@ -113,12 +119,14 @@ def _candidate(plan: Plan, number: int, candidate: Candidate) -> list[str]:
     hours = work.steps * step_s * layout.gpus / 3600
     way = ("pulled from all ranks" if trainer.sharded else "pulled") if trainer.snapshots else "by file"
     transfer_s = candidate.rates.transfer_s
+    copied_s, written_s = checkpoint_seconds(work, plan.planner.cluster, trainer)
     return [
         f"{number}. {layout.placement}{_reservation(plan, candidate)}: {layout.words}",
         f"   {step_s:,.1f} s a step, {work.samples / step_s:,.1f} samples/s, {hours:,.0f} GPU-hours for {work.steps} steps; "
         f"{_bound(candidate)}",
         f"   weights, {way}: live after {transfer_s:,.1f} s, {transfer_s / step_s:.0%} of a step",
-        f"   a checkpoint's copy takes {_copy_bytes(plan, candidate) / GIB:.1f} GiB of a host's memory",
+        f"   a checkpoint's copy takes {_copy_bytes(plan, candidate) / GIB:.1f} GiB of a host's memory and {copied_s:,.1f} s, "
+        f"in which training waits; written after {written_s:,.0f} s",
         *(f"   {side}, {_phase(phase, table)}" for side, table in candidate.memory.items() for phase in table),
     ]
 
@@ -175,6 +183,7 @@ def _entry(plan: Plan, candidate: Candidate) -> dict[str, Any]:
         **dataclasses.asdict(candidate.pace),
         "memory_bytes": memory,
         "checkpoint_copy_bytes": _copy_bytes(plan, candidate),
+        "checkpoint_s": checkpoint_seconds(plan.planner.work, plan.planner.cluster, candidate.layout.trainer),
         "peak_bytes": {side: peak(table) for side, table in candidate.memory.items()},
         "rates": dataclasses.asdict(candidate.rates),
     }
@@ -185,6 +194,8 @@ def _run_values(settings: Settings, candidate: Candidate, cluster: Cluster) -> d
     layout, trainer = candidate.layout, candidate.layout.trainer
     table, rollout = values.setdefault("trainer", {}), values.setdefault("rollout", {})
     table |= {name: getattr(trainer, name) for name in ("zero_stage", "optimizer", "offload")}
+    if trainer.micro_batch_tokens != settings.trainer.micro_batch_tokens:
+        table["micro_batch_tokens"] = trainer.micro_batch_tokens
     table["ranks"] = min(trainer.ranks, cluster.per_node) if cluster.nodes > 1 else trainer.ranks
     rollout |= {"replicas": layout.replicas, "max_groups": candidate.max_groups, "engines_per_gpu": layout.engines}
     vllm = rollout.setdefault("vllm", {})
@@ -193,8 +204,9 @@ def _run_values(settings: Settings, candidate: Candidate, cluster: Cluster) -> d
         vllm["gpu_memory_utilization"] = candidate.utilization
     weights = values.setdefault("weights", {})
     weights["transport"] = "pull" if trainer.snapshots else "file"
-    if not trainer.snapshots:
-        weights.pop("snapshots", None)
+    weights.pop("snapshots", None)
+    if trainer.snapshots and trainer.sharded:
+        weights["snapshots"] = "sharded"
     in_turn = layout.placement == "shared"  # where weights are always replaced while generation is paused
     weights["shadow"] = "auto" if layout.shadow or in_turn else "bucketed"
     values.pop("placement", None)

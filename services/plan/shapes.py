@@ -43,8 +43,20 @@ SHAPES: Mapping[str, Config] = {
     "30b-a3b": _llama(
         2048, 6144, 48, 32, 4, 151_936, head_dim=128, num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768
     ),
+    "235b-a22b": _llama(
+        4096,
+        12_288,
+        94,
+        64,
+        4,
+        151_936,
+        head_dim=128,
+        num_experts=128,
+        num_experts_per_tok=8,
+        moe_intermediate_size=1536,
+    ),
 }
-"""Qwen2.5's from 0.5b to 32b but for 8b, Llama 3's 8b, 70b and 400b (405B), Qwen3's 30b-a3b."""
+"""Qwen2.5's from 0.5b to 32b but for 8b, Llama 3's 8b, 70b and 400b (405B), Qwen3's 30b-a3b and 235b-a22b."""
 
 
 _NOT_GATED = ("bloom", "falcon", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj", "mpt", "opt", "phi", "starcoder2")

@@ -39,11 +39,13 @@ async def run(settings: Settings, replica: str) -> int:
     if os.environ["LOCAL_RANK"] == "0":  # for this host's pod's probes
         Endpoints(own_host(settings), settings.run.metrics_port, "run.metrics_port", lambda: {"ready": True})
     with importing():
+        from penstock.services.trainer.checkpoint.share_uploader import uploading_share
         from penstock.services.trainer.rank0.artifacts import Artifacts
         from penstock.services.trainer.rank0.publication import Publication
         from penstock.services.trainer.training import train
 
-    with contextlib.closing(Publication(settings, own_host(settings))) as publication:
+    shares = uploading_share(settings) if os.environ["LOCAL_RANK"] == "0" else contextlib.nullcontext()
+    with shares, contextlib.closing(Publication(settings, own_host(settings))) as publication:
         finished = train(settings, NoMailbox(), Artifacts(settings, publication), stopping.is_set)
     # A host's first rank speaks for it. Of rank 0's host that is rank 0, which the launcher must not end early.
     return 0 if finished or os.environ["LOCAL_RANK"] != "0" else settings.internal.stopped_exit_status

@@ -33,7 +33,7 @@ def train(
     try:
         mailbox.send(Began("opening the device"))
         device = _begin(settings)
-        loading = _Loading(settings, device, mailbox)
+        loading = Loading(settings, device, mailbox)
         engine = loading.policy()
         reference, critic = loading.reference(engine), loading.critic()
         context = settings.rollout.max_model_len or own_context(engine.model.config.to_dict())
@@ -61,7 +61,9 @@ def _begin(settings: Settings) -> str:
     return device
 
 
-class _Loading:
+class Loading:
+    """The models of one rank, from their folders to trained engines; collective."""
+
     def __init__(self, settings: Settings, device: str, mailbox: Mailbox | NoMailbox) -> None:
         self._settings = settings
         self._device = device

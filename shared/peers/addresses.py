@@ -3,6 +3,7 @@
 import ipaddress
 import os
 import socket
+from collections.abc import Sequence
 
 import psutil
 
@@ -46,14 +47,40 @@ def use_interfaces(own: str, *, spans_hosts: bool) -> None:
     """Bind gloo and NCCL to the interface of ``own``, unless the environment sets it.
 
     ``spans_hosts`` is whether gloo groups do; otherwise gloo uses loopback.
+
+    Raises:
+        SettingsError: other hosts cannot reach this one there.
     """
     loopback = _interface_of("127.0.0.1")
     interface = loopback if is_loopback(own) else _interface_of(own)
+    if spans_hosts and not is_loopback(own):
+        _check_interfaces(own, interface, loopback)
     if interface:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
     gloo = interface if spans_hosts else loopback
     if gloo:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", gloo)
+
+
+def _check_interfaces(own: str, interface: str, loopback: str) -> None:
+    others = sorted(name for name in psutil.net_if_addrs() if name != loopback)
+    if not interface:
+        raise SettingsError(
+            f"expected run.host to be an address of this machine, at which the other hosts reach it, found {own}, which none of its "
+            f"interfaces has ({', '.join(others)}): change run.host"
+        )
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        named = [name for name in os.environ.get(variable, "").split(",") if name]
+        if named and not named[0].startswith("^") and not any(_names(name, others) for name in named):
+            raise SettingsError(
+                f"expected {variable} to name an interface by which the other hosts reach this one ({', '.join(others)}), found "
+                f"{','.join(named)!r}: change it, or unset it to use that of run.host, {interface}"
+            )
+
+
+def _names(name: str, interfaces: Sequence[str]) -> bool:
+    """Whether ``name`` is one of ``interfaces``, or of NCCL's ``=name`` and prefixes."""
+    return name.removeprefix("=") in interfaces or any(each.startswith(name) for each in interfaces)
 
 
 def _interface_of(host: str) -> str:

@@ -15,6 +15,8 @@ import msgpack
 from penstock.shared.errors import PeerError
 
 MAX_BYTES = 64 << 20
+PROBE_BYTES = 4 << 20
+"""Maximum of one probe of a link."""
 _LENGTH = struct.Struct(">I")
 _CHUNK_BYTES = 1 << 20
 Frame = dict[str, Any]

@@ -27,7 +27,13 @@ def workload(model: str, lora: int = 0) -> Workload:
 
 @pytest.mark.parametrize(
     ("model", "weights"),
-    [("0.5b", 493_961_216), ("7b", 7_615_283_200), ("30b-a3b", 30_531_911_680), ("400b", 405_849_243_648)],
+    [
+        ("0.5b", 493_961_216),
+        ("7b", 7_615_283_200),
+        ("30b-a3b", 30_531_911_680),
+        ("235b-a22b", 235_092_836_352),
+        ("400b", 405_849_243_648),
+    ],
 )
 def test_weights_are_those_of_the_shape(model: str, weights: int) -> None:
     assert shape_of(model).weights == weights

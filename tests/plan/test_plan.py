@@ -23,7 +23,7 @@ from penstock.services.plan.hardware import parse_cluster
 from penstock.services.plan.layouts import GpuLayout, Placement
 from penstock.services.plan.measured import measured
 from penstock.services.plan.memory import peak
-from penstock.services.plan.rates import transfer_seconds
+from penstock.services.plan.rates import checkpoint_seconds, transfer_seconds
 from penstock.services.plan.workload import workload_of
 from penstock.services.up import disk_space
 from penstock.services.up.disk_space import checkpoint_notice
@@ -65,13 +65,51 @@ def test_divided_experts_are_not_planned() -> None:
         make(settings, "2xH200", "30b-a3b")
 
 
-def test_sharded_snapshots_are_planned_only_if_they_are_set() -> None:
-    def ways(*flags: str) -> set[tuple[bool, bool]]:
-        trainers = [each.layout.trainer for each in make(settings_of(None, flags), "4x8xH200", "70b").candidates]
-        return {(trainer.snapshots > 0, trainer.sharded) for trainer in trainers}
+def ways(model: str, gpus: str, *flags: str) -> set[tuple[bool, bool]]:
+    """Return whether weights are pulled, and from all ranks, in the layouts of a plan."""
+    trainers = [each.layout.trainer for each in make(settings_of(None, flags), gpus, model).candidates]
+    return {(trainer.snapshots > 0, trainer.sharded) for trainer in trainers}
 
-    assert ways() == {(False, False)}
-    assert (True, True) in ways("--weights.snapshots", "sharded")
+
+def test_snapshots_are_in_shares_where_no_gpu_holds_whole_ones_or_as_set() -> None:
+    assert not any(sharded for _, sharded in ways("7b", "8xH200"))
+    assert (True, True) in ways("7b", "8xH200", "--weights.snapshots", "sharded")
+    of_70b = ways("70b", "4x8xH200")
+    assert (True, True) in of_70b
+    assert (True, False) not in of_70b
+    assert ways("70b", "4x8xH200", "--weights.transport", "file") == {(False, False)}
+
+
+@pytest.mark.parametrize(("model", "gpus"), [("70b", "4x8x80GiB"), ("235b-a22b", "8x8x80GiB")])
+def test_models_that_no_gpu_holds_are_planned_in_shares_and_start_as_written(
+    model: str, gpus: str, tmp_path: Path
+) -> None:
+    plan = make(settings_of(None, []), gpus, model)
+    best = plan.candidates[0]
+    trainer = best.layout.trainer
+    assert (best.layout.placement, trainer.zero_stage, trainer.sharded) == ("separate", 3, True)
+    assert all(peak(table) <= plan.planner.limit_bytes * 1.0001 for table in best.memory.values())
+    report.write(plan, tmp_path / "run.toml")
+    written = load(tmp_path / "run.toml", environment={})
+    assert (written.weights.snapshots, written.trainer.zero_stage) == ("sharded", 3)
+    assert written.trainer.ranks == 8
+    assert written.rollout.vllm.tensor_parallel_size == best.layout.tensor_parallel == 8
+    copied_s, written_s = checkpoint_seconds(plan.planner.work, plan.planner.cluster, trainer)
+    states = (6 if trainer.optimizer == "adamw_8bit" else 12) * plan.planner.work.shape.weights
+    assert copied_s == pytest.approx(states / trainer.ranks / 50e9), "each rank's, to its host's memory"
+    assert written_s - copied_s == pytest.approx(states / 2e9), "of all, to storage that hosts share"
+
+
+def test_micro_batches_hold_the_longest_sample(tmp_path: Path) -> None:
+    flags = ["--sampling.max_new_tokens", "40000", "--trainer.gradient_checkpointing=true"]
+    plan = make(settings_of(None, flags), "8xH200", "7b")
+    assert plan.planner.own.trainer.micro_batch_tokens == 40_256
+    assert "trainer.micro_batch_tokens = 40,256, for the longest sample" in report.text(plan)
+    report.write(plan, tmp_path / "run.toml")
+    assert load(tmp_path / "run.toml", environment={}).trainer.micro_batch_tokens == 40_256
+    together = make(settings_of(None, [*flags, "--trainer.ranks=4", "--trainer.sequence_parallel=4"]), "8xH200", "7b")
+    assert together.planner.own.trainer.micro_batch_tokens == 16_384, "four ranks hold 65,536 tokens"
+    assert "for the longest sample" not in report.text(together)
 
 
 def test_a_model_that_fits_nowhere_is_answered_by_component_and_setting() -> None:

@@ -49,8 +49,8 @@ def test_on_loopback_gloo_and_nccl_stay_there(spans: bool, monkeypatch: pytest.M
     assert os.environ["NCCL_SOCKET_IFNAME"] == f"={os.environ['GLOO_SOCKET_IFNAME']}"
 
 
-@pytest.mark.parametrize("spans", [False, True])
-def test_gloo_leaves_loopback_only_for_ranks_on_other_hosts(spans: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def outer_interface() -> tuple[str, str]:
+    """Return an interface besides loopback, and its address."""
     outer = [
         (name, entry.address)
         for name, entries in psutil.net_if_addrs().items()
@@ -59,10 +59,15 @@ def test_gloo_leaves_loopback_only_for_ranks_on_other_hosts(spans: bool, monkeyp
     ]
     if not outer:
         pytest.skip("needs an interface besides loopback")
+    return outer[0]
+
+
+@pytest.mark.parametrize("spans", [False, True])
+def test_gloo_leaves_loopback_only_for_ranks_on_other_hosts(spans: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    interface, address = outer_interface()
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
-    interface, address = outer[0]
     use_interfaces(address, spans_hosts=spans)
     assert os.environ["NCCL_SOCKET_IFNAME"] == f"={interface}"
     assert (os.environ["GLOO_SOCKET_IFNAME"] == interface) == spans
@@ -73,6 +78,26 @@ def test_what_the_environment_says_of_interfaces_holds(monkeypatch: pytest.Monke
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib0")
     use_interfaces("127.0.0.1", spans_hosts=True)
     assert (os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"]) == ("eth7", "ib0")
+
+
+@pytest.mark.parametrize("variable", ["GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"])
+@pytest.mark.parametrize("wrong", ["eth77", "lo"])
+def test_an_interface_that_other_hosts_cannot_reach_is_refused_by_name(
+    variable: str, wrong: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address = outer_interface()[1]
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.setenv(variable, wrong)
+    with pytest.raises(SettingsError, match=rf"expected {variable} to name an interface .* found '{wrong}': change it"):
+        use_interfaces(address, spans_hosts=True)
+    use_interfaces(address, spans_hosts=False)
+
+
+def test_an_address_of_another_machine_is_refused_where_hosts_train_together() -> None:
+    with pytest.raises(SettingsError, match=rf"found {OTHER}, which none of its interfaces has .*: change run\.host"):
+        use_interfaces(OTHER, spans_hosts=True)
 
 
 def test_a_store_listens_on_its_address_alone() -> None:

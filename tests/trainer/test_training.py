@@ -28,7 +28,7 @@ def test_a_rank_that_fails_says_so_and_does_not_wait_for_the_others(
         raise error
 
     monkeypatch.setattr(training, "_begin", lambda _: "cpu")
-    monkeypatch.setattr(training._Loading, "policy", fail)
+    monkeypatch.setattr(training.Loading, "policy", fail)
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_world_size", lambda: ranks)
     monkeypatch.setattr(dist, "destroy_process_group", lambda: events.append(f"left after {box.sent[-1]}"))

@@ -8,12 +8,16 @@
             manifest.json                           the state, and every file with its size and SHA-256; written last
         policy/ adapter/                            the final policy, as in the run's folder
 
+Each of several hosts sends its ranks' files, and the first one the manifest once all are there (:meth:`CheckpointStore.put`).
+
 The bucket is untrusted: names stay inside the folder (``manifests``), downloads are bounded, and with keys unsigned
 manifests are refused (``signatures``). By names from contents, interrupted uploads resume, and two trainers cannot mix
 files.
 """
 
+import concurrent.futures
 import dataclasses
+import functools
 import hashlib
 import itertools
 import json
@@ -21,7 +25,8 @@ import logging
 import re
 import shutil
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from penstock.services.trainer.checkpoint import local_store, manifests, pickles
@@ -39,6 +44,10 @@ log = logging.getLogger(__name__)
 _FOLDER = "checkpoints/"
 _MANIFEST = "manifest.json"
 _LETTERS = 16
+_RANK = re.compile(r"pp_rank_(\d+)")
+"""Of the rank that wrote a file, in DeepSpeed's names."""
+_FILES_AT_A_TIME = 4
+_LOOK_S, _LEAST_PATIENCE_S = 1.0, 10.0
 _NAME = re.compile(r"step-[0-9]{6,12}-v([0-9]{6,12})-[0-9a-f]{16}")
 
 
@@ -52,10 +61,14 @@ class StoredCheckpoint:
 
 
 class CheckpointStore:
-    """One run's checkpoints in ``objects``, for any thread; methods may raise StoreError."""
+    """One run's checkpoints in ``objects``, for any thread; methods may raise StoreError.
 
-    def __init__(self, objects: ObjectStore, signer: Signer = UNSIGNED) -> None:
+    ``host`` of ``hosts`` is this one, whose ranks' files it sends.
+    """
+
+    def __init__(self, objects: ObjectStore, signer: Signer = UNSIGNED, host: int = 0, hosts: int = 1) -> None:
         self._objects = objects
+        self._host, self._hosts = host, hosts
         self._signer = signer
         self._changing = threading.Lock()  # guards the fields below; not held during requests
         self._known: dict[str, StoredCheckpoint] = {}
@@ -128,36 +141,84 @@ class CheckpointStore:
         return f"{self.uri}{_FOLDER}{name}"
 
     def put(self, checkpoint: Checkpoint) -> tuple[StoredCheckpoint, int]:
-        """Return the checkpoint and the bytes sent (0 if present). Resumes interrupted uploads."""
-        parts = {file.name: file.part_bytes for file in checkpoint.files}
-        files = tuple(_file(checkpoint.folder, path, parts) for path in _files(checkpoint.folder))
-        if other := set(checkpoint.files) - set(files):
-            names = ", ".join(sorted(file.name for file in other))
-            raise StoreError(f"{names} in {checkpoint.folder} has changed since it was written: it is damaged")
-        content = {"state": dataclasses.asdict(checkpoint.state), "files": [dataclasses.asdict(file) for file in files]}
-        manifest = json.dumps(self._signer.signed(content), sort_keys=True).encode()
-        state = checkpoint.state
-        name = _name(state, manifest)
+        """Return the checkpoint and the bytes that this host sent (0 if present). Resumes interrupted uploads.
+
+        It waits for other hosts' files, which :meth:`put_share` sends, and sends itself what does not come.
+        """
+        name, files, manifest = self._described(checkpoint)
         there = self._objects.list(f"{_FOLDER}{name}/")
         if (stored_manifest := there.get(f"{_FOLDER}{name}/{_MANIFEST}")) is not None:
-            return StoredCheckpoint(name, self._uri(name), state, files, stored_manifest.modified_s), 0
-        sent_bytes = 0
-        for file in files:
-            key = f"{_FOLDER}{name}/{file.name}"
-            if key not in there or there[key].nbytes != file.nbytes:
-                self._objects.upload(checkpoint.folder / file.name, key)
-                sent_bytes += file.nbytes
+            return StoredCheckpoint(name, self._uri(name), checkpoint.state, files, stored_manifest.modified_s), 0
+        began_s = time.monotonic()
+        sent_bytes = self._upload(checkpoint, name, self._share(checkpoint, files))
+        self._wait_for_others(name, files, max(_LEAST_PATIENCE_S, 2 * (time.monotonic() - began_s)))
+        sent_bytes += self._upload(checkpoint, name, files)
         if not local_store.is_there(checkpoint):
             raise StoreError(f"{checkpoint.folder} was removed or replaced meanwhile")
         stored_at_s = self._finish(name, files, manifest)
-        return StoredCheckpoint(name, self._uri(name), state, files, stored_at_s), sent_bytes
+        return StoredCheckpoint(name, self._uri(name), checkpoint.state, files, stored_at_s), sent_bytes
+
+    def put_share(self, checkpoint: Checkpoint) -> int:
+        """Send this host's files of a checkpoint that is not whole in the store; return their bytes."""
+        name, files, _ = self._described(checkpoint)
+        if self._objects.list(f"{_FOLDER}{name}/{_MANIFEST}"):
+            return 0
+        return self._upload(checkpoint, name, self._share(checkpoint, files))
+
+    def _described(self, checkpoint: Checkpoint) -> tuple[str, tuple[CheckpointFile, ...], bytes]:
+        """Return the name that all hosts give it, its files and its manifest. Contents are verified as they are sent."""
+        known, folder = {file.name: file for file in checkpoint.files}, checkpoint.folder
+        paths = {path.relative_to(folder).as_posix(): path for path in _files(folder)}
+        if missing := known.keys() - paths:
+            raise _changed(checkpoint, *missing)
+        files = tuple(
+            known.get(name) or dataclasses.replace(digest(path), name=name) for name, path in sorted(paths.items())
+        )
+        content = {"state": dataclasses.asdict(checkpoint.state), "files": [dataclasses.asdict(file) for file in files]}
+        manifest = json.dumps(self._signer.signed(content), sort_keys=True).encode()
+        return _name(checkpoint.state, manifest), files, manifest
+
+    def _share(self, checkpoint: Checkpoint, files: tuple[CheckpointFile, ...]) -> list[CheckpointFile]:
+        return [file for file, host in _hosts(files, checkpoint.state.ranks, self._hosts) if host == self._host]
+
+    def _upload(self, checkpoint: Checkpoint, name: str, files: Sequence[CheckpointFile]) -> int:
+        """Send those of ``files`` that are missing, some at a time and the largest first; return their bytes."""
+        missing = sorted(self._missing(name, files), key=lambda file: -file.nbytes)
+        with concurrent.futures.ThreadPoolExecutor(_FILES_AT_A_TIME) as workers:
+            for _ in workers.map(functools.partial(self._upload_file, checkpoint, name), missing):
+                pass
+        return sum(file.nbytes for file in missing)
+
+    def _upload_file(self, checkpoint: Checkpoint, name: str, file: CheckpointFile) -> None:
+        path = checkpoint.folder / file.name
+        try:
+            is_same = _is_there(path, file)
+        except OSError as error:
+            raise StoreError(f"could not read {path}: {error.strerror}") from error
+        if not is_same:
+            raise _changed(checkpoint, file.name)
+        self._objects.upload(path, f"{_FOLDER}{name}/{file.name}")
+
+    def _missing(self, name: str, files: Sequence[CheckpointFile]) -> list[CheckpointFile]:
+        there = self._objects.list(f"{_FOLDER}{name}/")
+        sizes = {key.removeprefix(f"{_FOLDER}{name}/"): stored.nbytes for key, stored in there.items()}
+        return [file for file in files if sizes.get(file.name) != file.nbytes]
+
+    def _wait_for_others(self, name: str, files: Sequence[CheckpointFile], patience_s: float) -> None:
+        """Wait until all of ``files`` are in the store, or none came for ``patience_s``."""
+        missing, ends_s = self._missing(name, files), time.monotonic() + patience_s
+        while missing and time.monotonic() < ends_s:
+            time.sleep(_LOOK_S)
+            if len(left := self._missing(name, files)) < len(missing):
+                missing, ends_s = left, time.monotonic() + patience_s
+        if missing:
+            log.warning("other hosts' files did not come, and are sent by this one", extra={"files": len(missing)})
 
     def _finish(self, name: str, files: tuple[CheckpointFile, ...], manifest: bytes) -> float:
-        there = self._objects.list(f"{_FOLDER}{name}/")
-        for file in files:
-            stored = there.get(f"{_FOLDER}{name}/{file.name}")
-            if stored is None or stored.nbytes != file.nbytes:
-                raise StoreError(f"expected {file.name} of {file.nbytes} bytes in {self._uri(name)}, found {stored}")
+        if missing := self._missing(name, files):
+            raise StoreError(
+                f"expected {missing[0].name} of {missing[0].nbytes} bytes in {self._uri(name)}: it is missing"
+            )
         self._objects.write(f"{_FOLDER}{name}/{_MANIFEST}", manifest)
         return self._objects.list(f"{_FOLDER}{name}/{_MANIFEST}")[f"{_FOLDER}{name}/{_MANIFEST}"].modified_s
 
@@ -237,7 +298,10 @@ class CheckpointStore:
 
 def open_store(settings: Settings) -> CheckpointStore | None:
     store = settings.trainer.store
-    return CheckpointStore(ObjectStore(store, settings.run.id), open_signer(settings)) if store.uri else None
+    if not store.uri:
+        return None
+    objects = ObjectStore(store, settings.run.id)
+    return CheckpointStore(objects, open_signer(settings), settings.trainer.node, settings.trainer.nodes)
 
 
 def version_in(uri: str) -> PolicyVersion | None:
@@ -258,10 +322,25 @@ def _files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
 
 
-def _file(folder: Path, path: Path, parts: Mapping[str, int]) -> CheckpointFile:
-    """Return the file's digest, of the whole where ``parts`` says so."""
-    name = path.relative_to(folder).as_posix()
-    return dataclasses.replace(digest(path, parts.get(name, manifests.PART_BYTES)), name=name)
+def _hosts(files: Iterable[CheckpointFile], ranks: int, hosts: int) -> Iterator[tuple[CheckpointFile, int]]:
+    """Yield each file with the host that sends it: that of the rank that wrote it, or the one with the fewest bytes so far."""
+    loads, others, each = [0] * hosts, [], max(1, ranks // hosts)
+    for file in files:
+        if (rank := _RANK.search(file.name)) is None:
+            others.append(file)
+            continue
+        host = min(int(rank[1]) // each, hosts - 1)
+        loads[host] += file.nbytes
+        yield file, host
+    for file in sorted(others, key=lambda file: (-file.nbytes, file.name)):
+        host = loads.index(min(loads))
+        loads[host] += file.nbytes
+        yield file, host
+
+
+def _changed(checkpoint: Checkpoint, *names: str) -> StoreError:
+    changed = ", ".join(sorted(names))
+    return StoreError(f"{changed} in {checkpoint.folder} has changed since it was written: it is damaged")
 
 
 def _check_size(file: CheckpointFile, stored: StoredCheckpoint, listed: Mapping[str, Object]) -> None:

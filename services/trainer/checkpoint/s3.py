@@ -17,7 +17,8 @@ from penstock.shared.extras import install_command
 from penstock.shared.settings.trainer import StoreSettings
 
 _PART_BYTES = 64 << 20
-_PARTS_AT_A_TIME = 4
+_PARTS_AT_A_TIME, _CONNECTIONS = 4, 24
+"""Of a file; several files are sent at a time."""
 _CONNECT_S, _READ_S = 10.0, 60.0
 _DENIED = {
     "AccessDenied", "AllAccessDisabled", "ExpiredToken", "Forbidden", "InvalidAccessKeyId", "InvalidToken", "NoSuchBucket",
@@ -166,6 +167,7 @@ def _open(settings: StoreSettings) -> tuple[Any, Any]:
     config = Config(
         connect_timeout=_CONNECT_S,
         read_timeout=_READ_S,
+        max_pool_connections=_CONNECTIONS,
         retries={"mode": "standard", "total_max_attempts": 3},
         s3={"addressing_style": "path" if settings.endpoint else "auto"},  # other servers seldom have bucket hosts
     )

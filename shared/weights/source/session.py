@@ -14,6 +14,8 @@
       {verb: done, ok, error}                         ──▶
       {verb: file, version, ranks, place}             ──▶
                                                       ◀──  {offer, others} | {error}
+      {verb: probe, bytes}                            ──▶
+                                                      ◀──  {zeros}
 
 ``others`` are the sources of the remaining buckets, if each of the trainer's ranks has a share.
 
@@ -113,6 +115,9 @@ class Session:
         if not self.connection.recv(1, socket.MSG_PEEK):
             return False
         frame = self._said()
+        if frame.get("verb") == "probe":
+            self._probe(frame)
+            return True
         try:
             question = _question(frame)
         except WeightsError as error:
@@ -136,6 +141,13 @@ class Session:
             raise WeightsError(str(error)) from error
 
     # ------------------------------------------------------------------ verbs
+
+    def _probe(self, frame: frames.Frame) -> None:
+        """Answer with zeros, by which the peer measures the link."""
+        nbytes = frame.get("bytes")
+        if not _whole_number(nbytes, 0, frames.PROBE_BYTES):
+            raise WeightsError(f"expected a probe of 0 to {frames.PROBE_BYTES:,} bytes, found {str(nbytes)[:40]}")
+        self._answer({"zeros": bytes(nbytes)})
 
     def _ask(self, question: _Question) -> None:
         self._done = None

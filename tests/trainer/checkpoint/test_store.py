@@ -5,6 +5,7 @@ import contextlib
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.services.trainer.checkpoint import local_store
+from penstock.services.trainer.checkpoint import local_store, remote_store
 from penstock.services.trainer.checkpoint.local_store import Checkpoint
 from penstock.services.trainer.checkpoint.manifests import CheckpointState
 from penstock.services.trainer.checkpoint.remote_store import CheckpointStore, open_store
@@ -88,6 +89,107 @@ def test_an_upload_that_was_broken_off_goes_on_where_it_was(tmp_path: Path, stor
     storage.client.delete_object(Bucket="runs", Key=f"{lost}/state.json")
     assert store.put(made)[1] == (made.folder / "state.json").stat().st_size
     assert [stored.name for stored in store.whole()] == [name]
+
+
+def of_two_hosts(root: Path, step: int, fill: str = "") -> Checkpoint:
+    """Write a checkpoint of four ranks, two on a host."""
+    names = [f"engine/engine/zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(4)]
+    for name in ("engine/engine/mp_rank_00_model_states.pt", *names):
+        path = local_store.beside(root, step) / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{name} {fill}")
+    return local_store.make_whole(root, CheckpointState(step, V(step), 8, "", 4, 1, "00"))
+
+
+def hosts_of(storage: Storage) -> list[CheckpointStore]:
+    return [CheckpointStore(ObjectStore(storage.settings(), "r"), host=host, hosts=2) for host in range(2)]
+
+
+def test_each_host_sends_its_own_files_and_only_with_all_of_them_is_there_a_checkpoint(
+    tmp_path: Path, storage: Storage
+) -> None:
+    made, (first, second) = of_two_hosts(tmp_path / "here", 3), hosts_of(storage)
+    assert second.put_share(made) > 0
+    assert second.whole() == []
+    ranks = {int(name.partition("_pp_rank_")[2][0]) for name in storage.names("r/") if "_pp_rank_" in name}
+    assert ranks == {2, 3}, "those that ran on the second host"
+    assert second.put_share(made) == 0, "they are there already"
+
+    stored, sent_bytes = first.put(made)
+    assert 0 < sent_bytes < sum(path.stat().st_size for path in made.folder.rglob("*") if path.is_file())
+    assert second.put_share(made) == 0
+    fetched = store_of(storage).fetch(stored, tmp_path / "there")
+    assert fetched.files == made.files
+
+
+def test_a_host_whose_files_do_not_come_holds_up_no_checkpoint(
+    tmp_path: Path, storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_store, "_LEAST_PATIENCE_S", 0.5)
+    made, (first, _) = of_two_hosts(tmp_path / "here", 3), hosts_of(storage)
+    stored, sent_bytes = first.put(made)
+    assert sent_bytes == sum(path.stat().st_size for path in made.folder.rglob("*") if path.is_file())
+    assert [each.name for each in first.whole()] == [stored.name]
+
+
+def test_a_damaged_file_of_another_host_is_sent_by_none(
+    tmp_path: Path, storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_store, "_LEAST_PATIENCE_S", 0.5)
+    made, hosts = of_two_hosts(tmp_path / "here", 3), hosts_of(storage)
+    damaged = made.folder / "engine/engine/zero_pp_rank_3_mp_rank_00_optim_states.pt"
+    damaged.write_bytes(damaged.read_bytes()[::-1])
+    for send in (hosts[1].put_share, hosts[0].put):
+        with pytest.raises(StoreError, match=r"zero_pp_rank_3_.* has changed since it was written: it is damaged"):
+            send(made)
+    assert hosts[0].whole() == []
+    assert not [name for name in storage.names("r/") if "pp_rank_3" in name]
+
+
+async def test_a_second_host_that_is_killed_while_it_sends_resumes_and_the_first_waits_for_it(
+    tmp_path: Path, storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_store, "_LEAST_PATIENCE_S", PATIENCE_S)
+    settings = Settings.model_validate(
+        {
+            "run": {"id": "r", "folder": tmp_path},
+            "trainer": {
+                "ranks": 2, "nodes": 2, "node": 1, "rendezvous": "127.0.0.1:29500",
+                "store": {"uri": "s3://runs/team", "endpoint": storage.endpoint, "counts": "written"},
+            },
+        }
+    )  # fmt: skip
+    made = of_two_hosts(settings.run_folder / "checkpoints", 3, fill="x" * (9 << 20))
+    file = tmp_path / "settings.json"
+    file.write_text(settings.model_dump_json())
+    command = [sys.executable, "-c", _SENDS, str(file)]
+    sender = subprocess.Popen(command)
+    try:
+        await until(lambda: storage.names("r/"))
+    finally:
+        sender.kill()
+        sender.wait()
+    again = subprocess.Popen(command)
+    try:
+        first = open_store(settings.model_copy(update={"trainer": settings.trainer.model_copy(update={"node": 0})}))
+        assert first is not None
+        _, sent_bytes = await in_thread(lambda: first.put(made))
+    finally:
+        again.kill()
+        again.wait()
+    (whole,) = first.whole()
+    assert sent_bytes < sum(file.nbytes for file in whole.files)
+    assert store_of(storage).fetch(whole, tmp_path / "there").files == made.files
+
+
+_SENDS = """
+import sys, time
+from pathlib import Path
+from penstock.services.trainer.checkpoint.share_uploader import uploading_share
+from penstock.shared.settings import Settings
+with uploading_share(Settings.model_validate_json(Path(sys.argv[1]).read_text())):
+    time.sleep(600)
+"""
 
 
 def test_a_large_file_goes_in_parts_and_comes_back(tmp_path: Path, storage: Storage) -> None:
