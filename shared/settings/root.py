@@ -131,9 +131,7 @@ class Settings(Section):
     @property
     def gpu_sharing(self) -> Literal["", "in turn", "at once"]:
         """How all replicas share the trainer's GPUs, or some do; "": they have their own."""
-        if self.placement.mode == "shared":
-            return "in turn"
-        return "at once" if self.common_gpus else ""
+        return "in turn" if self.placement.mode == "shared" else "at once" if self.common_gpus else ""
 
     @property
     def kind(self) -> RunKind:
@@ -195,6 +193,7 @@ class Settings(Section):
             check_placement,
         ):
             rule(self)
+        self.bus.check_shelves(self.kind, self.run.deterministic)
         if self.rollout.engine in ("transformers", "scripted"):
             check_plain_engine(self, self.rollout.engine)
         check_reproducible(self, self.rollout.engine)

@@ -85,6 +85,28 @@ class BusSettings(Section):
     `embedded` (a Valkey of its own in the run's folder). Give a URL with a password by PENSTOCK__BUS__URL."""
     drain_s: NonNegativeFloat = Field(default=20.0)
     """Seconds that a stopped service may take to finish its work; the rest returns to the bus."""
+    shelve_above_bytes: NonNegativeInt = Field(default=0)
+    """Size above which a sample or a scored group stays in files of the replicas (`<run folder>/shelf`), and the bus
+    carries its digest and addresses; 0: the bus carries all."""
+    payload_copies: Annotated[int, Field(ge=1, le=4)] = Field(default=2)
+    """Replicas that keep each of them, of several hosts if there are; where fewer can, the bus carries it. With 1, the
+    death of a replica costs its groups a second generation."""
+    shelf_bytes: PositiveInt = Field(default=8 << 30)
+    """Most bytes of them on one replica; the bus carries what finds no room."""
+
+    def check_shelves(self, kind: RunKind, deterministic: str) -> None:
+        """Raise ValueError where shelves cannot keep what other settings promise, or have no effect."""
+        if not self.shelve_above_bytes:
+            for name in ("payload_copies", "shelf_bytes"):
+                if (value := getattr(self, name)) != type(self).model_fields[name].default:
+                    raise ValueError(f"bus.{name} = {value} has no effect with bus.shelve_above_bytes = 0: remove it")
+        elif not kind.generates:
+            raise ValueError("bus.shelve_above_bytes has no effect, as nothing is generated: remove it")
+        elif deterministic == "run":
+            raise ValueError(
+                'expected bus.shelve_above_bytes = 0 with run.deterministic = "run", as a group whose payload is lost is '
+                "generated again by another version: change one of them"
+            )
 
 
 class DataSettings(Section):
