@@ -223,7 +223,7 @@ def policy(family: str, seed: int) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(seed)
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SIZES, **FAMILIES[family])).eval()
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SIZES | FAMILIES[family])).eval()
 
 
 def main(cases: Sequence[str]) -> None:
