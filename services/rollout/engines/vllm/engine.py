@@ -92,6 +92,8 @@ class VllmEngine:
         self._version: PolicyVersion | None = None
         self._staged: Offer | None = None
         self._swapping = asyncio.Lock()
+        self.streams_whole = False
+        """Whether the shadow has room for shares alone, so that whole versions are streamed (``bucketed``)."""
         self.torn = False
         """Whether requests are held because a swap failed midway."""
         self._held_until_s = -math.inf
@@ -166,8 +168,10 @@ class VllmEngine:
         self._staged = None
         if _is_adapter(offer):
             await asyncio.to_thread(self._check_adapter, offer)
-        elif not self.bucketed:
-            await self._receive(offer)
+        else:
+            await self._plan_shares(offer)
+            if not self.bucketed:
+                await self._receive(offer)
         self._staged = offer
 
     def _check_adapter(self, offer: Offer) -> None:
@@ -182,7 +186,6 @@ class VllmEngine:
             read_snapshot(Path(offer.source), offer.manifest_digest)  # raises if torn or another version's
 
     async def _receive(self, offer: Offer) -> None:
-        await self._plan_shares(offer)
         if offer.shares not in ("", self._shares):
             raise WeightsError(f"{offer.source} has the shares of other ranks: their trainer has the whole version")
         staging = next(self._stagings)
@@ -205,7 +208,7 @@ class VllmEngine:
 
     async def _plan_shares(self, offer: Offer) -> None:
         """With several ranks, let each receive its share alone from now on, if their plans divide the weights."""
-        if self.ranks == 1 or self._planned == offer.header.layout:
+        if self.ranks == 1 or self.bucketed or self._planned == offer.header.layout:
             return
         self._shares, layout = "", offer.layout.encode()
         answers = await self._call("penstock_pieces", layout)
@@ -215,7 +218,10 @@ class VllmEngine:
             pieces = [answer["pieces"] for answer in answers]
             shares = agree(offer.layout, [decode(encoded, offer.layout) for encoded in pieces])
         except (SharesRefused, WeightsError) as refused:
-            log.warning("every rank will receive whole versions", extra={"reason": str(refused)})
+            self.bucketed = self.bucketed or self.streams_whole
+            self.peer_address = "" if self.bucketed else self.peer_address
+            pauses = {"update_pauses": self.bucketed}
+            log.warning("every rank will receive whole versions", extra={"reason": str(refused), **pauses})
         else:
             await self._call("penstock_share", layout, pieces, self._peer_addresses)
             self._shares = shares[0].digest

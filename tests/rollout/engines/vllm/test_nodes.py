@@ -180,6 +180,16 @@ def _greedy(new_tokens: int) -> list[int]:
     return tokens
 
 
+async def test_ranks_whose_weights_are_packed_receive_whole_versions_and_say_so(
+    engine: VllmEngine, node: Node, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine._planned = ""
+    with caplog.at_level("WARNING"):
+        await put(engine, offer(node.folder, 0, MODELS[0]))
+    (entry,) = [entry for entry in caplog.records if "whole versions" in entry.message]
+    assert "its weight was repacked into another form" in entry.reason
+
+
 async def test_weights_that_are_pulled_change_on_both_hosts_between_the_same_two_tokens(engine: VllmEngine) -> None:
     running = asyncio.ensure_future(variant_of(engine).generate(request(samples=1, new_tokens=60)))
 
