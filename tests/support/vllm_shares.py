@@ -1,4 +1,4 @@
-"""Pulls by shares into the real vLLM models of every rank of a replica, over gloo; prints one JSON line per case.
+"""Pulls by shares into the real vLLM models of every rank of a replica, over gloo; prints one JSON line.
 
     python -m tests.support.vllm_shares FAMILY/TENSOR_PARALLEL/SOURCES …
 
@@ -148,35 +148,40 @@ async def pull(puller: Puller, ranks: Sequence[Rank], address: str, record: Poli
     return offered
 
 
-async def case(ranks: Sequence[Rank], versions: Sequence[Tensors], sources: int, bucket_bytes: int) -> dict[str, Any]:
+async def case(
+    ranks: Sequence[Rank], versions: Sequence[Tensors], sources: int, bucket_bytes: int, *, whole: bool
+) -> dict[str, Any]:
     """Pull and swap every version; return what was seen."""
     layout = layout_of(versions[0], bucket_bytes)
-    refused = plan(ranks, layout) if len(ranks) > 1 else ""
+    refused = plan(ranks, layout) if len(ranks) > 1 and not whole else ""
     puller = Puller(DeviceLocation(), len(ranks), PATIENCE_S, weights.secret)
     sent: Counter = session.SENT_BYTES
-    right, path, before, began_s = [], "", sent._value.get(), time.monotonic()
+    right, path, before, seconds = [], "", sent._value.get(), []
     for version, tensors in enumerate(versions, 1):
         shots = snapshots_of(layout, tensors, version, sources)
         with served(shots) as address:
+            began_s = time.monotonic()
             offered = await pull(puller, ranks, address, record_of(shots[0]))
+            seconds.append(round(time.monotonic() - began_s, 3))
             paths = {rank.swap(offered) for rank in ranks}
             (path,) = paths
             right.append(all(rank.is_as_loaded(tensors) for rank in ranks))
     await puller.close()
-    seconds = time.monotonic() - began_s
     for rank in ranks:
         rank.receiver.close()
     per_rank = sum(bucket.numel() for bucket in ranks[0].shadow.buckets) if ranks[0].shadow is not None else 0
     policy_bytes = sum(tensor.nbytes for tensor in versions[0].values())
     return {
-        "path": path, "refused": refused, "right": right, "buckets": len(layout.bucket_bytes), "seconds": round(seconds, 3),
+        "path": path, "refused": refused, "right": right, "buckets": len(layout.bucket_bytes), "pull_s": seconds,
         "rank_bytes": per_rank, "policy_bytes": policy_bytes, "of_fair_share": per_rank * len(ranks) / policy_bytes,
         "sent_bytes": int(sent._value.get() - before),
     }  # fmt: skip
 
 
-def play(folder: Path, policies: Sequence[Any], parallel: int, sources: int, dtype: str = "float32") -> dict[str, Any]:
-    """Pull the weights of ``policies`` (transformers models) into a replica of ``parallel`` ranks."""
+def play(
+    folder: Path, policies: Sequence[Any], parallel: int, sources: int, dtype: str = "float32", *, whole: bool = False
+) -> dict[str, Any]:
+    """Pull the weights of ``policies`` (transformers models) into a replica of ``parallel`` ranks, as shares or ``whole``."""
     from vllm.config import set_current_vllm_config
     from vllm.engine.arg_utils import EngineArgs
 
@@ -189,7 +194,7 @@ def play(folder: Path, policies: Sequence[Any], parallel: int, sources: int, dty
     with set_current_vllm_config(config), torch.no_grad():
         _join()
         ranks = [Rank(config, rank, parallel) for rank in range(parallel)]
-        return asyncio.run(case(ranks, versions, sources, 2 * largest))
+        return asyncio.run(case(ranks, versions, sources, 2 * largest, whole=whole))
 
 
 @functools.cache
@@ -219,24 +224,27 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def policy(family: str, seed: int) -> Any:
+def policy(family: str, seed: int, **sizes: Any) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(seed)
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SIZES | FAMILIES[family])).eval()
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SIZES | FAMILIES[family] | sizes)).eval()
+
+
+def seen(name: str) -> dict[str, Any]:
+    """Play FAMILY/TENSOR_PARALLEL/SOURCES; return what was seen, or the error."""
+    family, parallel, sources = name.split("/")
+    with tempfile.TemporaryDirectory() as folder, torch.no_grad():
+        try:
+            policies = [policy(family, seed) for seed in (1, 2)]
+            return {"case": name, **play(Path(folder), policies, int(parallel), int(sources))}
+        except Exception as error:
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            return {"case": name, "error": f"{error!r} at {Path(place.filename).name}:{place.lineno}"[:500]}
 
 
 def main(cases: Sequence[str]) -> None:
-    for name in cases:
-        family, parallel, sources = name.split("/")
-        with tempfile.TemporaryDirectory() as folder, torch.no_grad():
-            try:
-                policies = [policy(family, seed) for seed in (1, 2)]
-                seen = play(Path(folder), policies, int(parallel), int(sources))
-            except Exception as error:
-                place = traceback.extract_tb(error.__traceback__)[-1]
-                seen = {"error": f"{error!r} at {place.filename}:{place.lineno}"[:500]}
-        print(json.dumps({"case": name, **seen}), flush=True)
+    print(json.dumps([seen(name) for name in cases]))
 
 
 if __name__ == "__main__":

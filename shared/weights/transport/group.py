@@ -229,9 +229,12 @@ class _NcclGroup(TransferGroup):
                 raise
 
     def _warm_up(self, deadline_s: float) -> None:
-        """Create connections by a first broadcast, which may block."""
+        """Create connections by a first broadcast, and with several receivers a scatter, which may block."""
         with Lane(self._device).entered():
-            self.broadcast(torch.zeros(_WARM_UP_BYTES, dtype=torch.uint8, device=self._device)).land(deadline_s)
+            slot = torch.zeros(_WARM_UP_BYTES, dtype=torch.uint8, device=self._device)
+            self.broadcast(slot).land(deadline_s)
+            if self._ranks > 2:
+                self.scatter([slot] * (self._ranks - 1 if self.rank == 0 else 1)).land(deadline_s)
 
     def broadcast(self, bucket: torch.Tensor) -> Transfer:
         return self._fenced(self._enqueue(bucket))

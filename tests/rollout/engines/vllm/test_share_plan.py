@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from penstock.services.rollout.engines.vllm.start import _is_bucketed
 from penstock.services.rollout.engines.vllm.swap.copy_plan import trace
 from penstock.services.rollout.engines.vllm.swap.share_plan import SharesRefused, agree, packed, pieces_of
 from penstock.shared.bus.messages import PolicyVersion
@@ -146,3 +147,12 @@ def test_pieces_outside_the_layout_are_refused(rows: bytes) -> None:
     assert decode(b"[[[0,256],[256,8,[2,16]]]]", layout)[0][1].nbytes == 16
     with pytest.raises(WeightsError, match="pieces of a rank's share"):
         decode(rows.replace(b"256", b"400"), layout)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "free", "bucketed"), [(1, 0.6, True), (1, 1.1, False), (2, 0.6, False), (2, 0.4, True)]
+)
+def test_a_shadow_needs_room_for_a_ranks_share(ranks: int, free: float, *, bucketed: bool) -> None:
+    policy_bytes = 100 << 30
+    worker = {"device": "cuda", "policy_bytes": policy_bytes, "free_bytes": int(free * policy_bytes)}
+    assert _is_bucketed("auto", [{"rank": rank, **worker} for rank in range(ranks)]) == bucketed
