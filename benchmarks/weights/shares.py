@@ -1,6 +1,6 @@
 """What each rank of a tensor parallel replica receives, in shares and whole, over gloo on CPUs.
 
-    VLLM_CPU_KVCACHE_SPACE=1 TORCHDYNAMO_DISABLE=1 python -m benchmarks.weights.shares
+    python -m benchmarks.weights.shares
 
 ``cases``: families × ranks × sources with tiny models, whose live parameters are compared with those of vLLM's own loader.
 ``shapes``: a Qwen3 of 1,024 wide and 4 layers in bfloat16, in shares and whole in turn: bytes that a rank receives and the
@@ -8,7 +8,6 @@ seconds of three pulls, the first of which opens the groups. Prints one JSON obj
 """
 
 import argparse
-import gc
 import json
 import platform
 import sys
@@ -31,7 +30,6 @@ def shape(parallel: int, sources: int, *, whole: bool) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
         policies = [vllm_shares.policy("qwen3", seed, **SHAPE).to(torch.bfloat16) for seed in (1, 2, 3)]
         seen = vllm_shares.play(Path(folder), policies, parallel, sources, "bfloat16", whole=whole)
-    gc.collect()
     return {"tensor_parallel": parallel, "sources": sources, "whole": whole, **seen}
 
 
@@ -39,17 +37,19 @@ def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--families", nargs="*", default=list(vllm_shares.FAMILIES))
     options = parser.parse_args(arguments)
-    shapes = [
-        shape(parallel, sources, whole=whole)
-        for parallel, sources in ((2, 1), (4, 1), (2, 2))
-        for whole in (False, True)
-    ]
-    cases = [
-        vllm_shares.seen(f"{family}/{parallel}/{sources}")
+    names = [
+        f"{family}/{parallel}/{sources}"
         for family in options.families
         for parallel in (1, 2, 4)
         for sources in (1, 2, 3)
     ]
+    with vllm_shares.forks() as call:
+        cases = [call(vllm_shares.seen, name) for name in names]
+        shapes = [
+            call(shape, parallel, sources, whole=whole)
+            for parallel, sources in ((2, 1), (4, 1), (2, 2))
+            for whole in (False, True)
+        ]
     right = [case for case in cases if all(case.get("right", [False]))]
     print(
         json.dumps(

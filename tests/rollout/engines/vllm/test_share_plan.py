@@ -1,5 +1,8 @@
 """Laws of shares: what the ranks' plans read is packed, received, verified and swapped in."""
 
+from functools import cache
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -13,6 +16,8 @@ from penstock.shared.weights.format.checksum import checksum, text
 from penstock.shared.weights.format.flat import FlatSnapshot
 from penstock.shared.weights.format.layout import Layout, plan_layout
 from penstock.shared.weights.format.shares import Share, Sums, check_sums, decode, encode, pack
+from tests.rollout.engines.vllm.test_weight_swap import needs_vllm
+from tests.support import forge
 
 CPU = torch.device("cpu")
 WIDTH = 7
@@ -156,3 +161,25 @@ def test_a_shadow_needs_room_for_a_ranks_share(ranks: int, free: float, *, bucke
     policy_bytes = 100 << 30
     worker = {"device": "cuda", "policy_bytes": policy_bytes, "free_bytes": int(free * policy_bytes)}
     assert _is_bucketed("auto", [{"rank": rank, **worker} for rank in range(ranks)]) == bucketed
+
+
+CASES = ("qwen2/1/1", "qwen2/2/3", "qwen3/4/3", "phi3/2/1", "phi3/4/2", "gemma2/2/2", "gpt_neox/4/3")
+
+
+@cache
+def seen() -> dict[str, dict[str, Any]]:
+    return forge.scenes("tests.support.vllm_shares", *CASES, timeout_s=400)[-1]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+@needs_vllm
+@pytest.mark.parametrize("case", CASES)
+def test_real_models_of_all_ranks_are_those_of_vllms_own_loader_after_each_pull(case: str) -> None:
+    """Family / ranks / sources."""
+    results = seen()[case]
+    assert results.get("error", "") == ""
+    assert results["path"] == ("plan" if "/1/" in case else "shares")
+    assert results["right"] == [True, True]
+    ranks = int(case.split("/")[1])
+    assert 1.0 <= results["of_fair_share"] < (1.05 if ranks < 4 else 1.2), "four ranks hold two key-value heads twice"
