@@ -15,7 +15,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -153,12 +153,12 @@ def decode(data: bytes, layout: Layout) -> Pieces:
     return pieces
 
 
-def _piece(row: list[object]) -> Piece:
+def _piece(row: Any) -> Piece:
     offset, run, *dims = row
-    numbers = [offset, run, *(number for pair in dims for number in pair)]  # type: ignore[attr-defined]
+    numbers = [offset, run, *(number for pair in dims for number in pair)]
     if any(type(number) is not int for number in numbers):
         raise ValueError("a place that is no whole number")
-    return Piece(offset, run, tuple((size, stride) for size, stride in dims))  # type: ignore[misc, arg-type]
+    return Piece(offset, run, tuple((size, stride) for size, stride in dims))
 
 
 def check_sums(ranks: Sequence[Sums], checksums: Sequence[str], source: str) -> None:

@@ -83,7 +83,7 @@ class TransferGroup:
         here = [f"pull/{pull}/{rank}" for rank in range(self._ranks)]
         awaited = here[1:] if self.rank == 0 else here[:1]
         if self.rank:
-            self.store.set(here[self.rank], word)
+            self.store.set(here[self.rank], word.decode())
         poll(lambda: self.store.check(awaited), self._deadline_s, "every rank of the replica and its source", interrupt)
         if self.rank:
             return []
