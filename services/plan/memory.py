@@ -20,6 +20,7 @@ from typing import Literal
 from penstock.services.plan.hardware import GIB
 from penstock.services.plan.shapes import Shape
 from penstock.services.plan.workload import Workload
+from penstock.shared.weights.format.layout import BUCKET_BYTES
 
 Phase = Literal["wait", "forward and backward", "optimizer", "critic", "generate"]
 CONTEXT = 0.6 * GIB
@@ -329,13 +330,22 @@ def engine_memory(work: Workload, options: EngineOptions, room_bytes: float, tot
         Component("graphs and logits", options.engines * _GRAPHS + logits, "lower rollout.max_groups"),
         Component("context", options.engines * (CONTEXT + (_NCCL if options.tensor_parallel > 1 else 0.0))),
     ]
-    whole = float(options.engines * work.policy_bytes)  # on each GPU, however many ranks a replica has
-    shadow = Component("shadow", whole if options.shadow and not work.lora_rank else 0.0, _SHADOW)
+    copies = options.engines * _shadow_bytes(work, options.tensor_parallel)
+    shadow = Component("shadow", copies if options.shadow and not work.lora_rank else 0.0, _SHADOW)
     free = min(options.utilization * total_bytes, room_bytes - shadow.nbytes) - total(fixed)
     per_token = kv_bytes(work, options.tensor_parallel)
     needed = per_token * options.sequences * work.longest
     cache = Component("key-value cache", max(0.0, min(free, needed)), f"lower sampling.max_new_tokens, or {parallel}")
     return EngineMemory([*fixed, shadow, cache], cache.nbytes / per_token if per_token else 0.0)
+
+
+def _shadow_bytes(work: Workload, tensor_parallel: int) -> float:
+    """Return a rank's shadow: its share, with a bucket to verify it; the whole if vLLM fuses experts (docs/weights.md)."""
+    shape, whole = work.shape, float(work.policy_bytes)
+    if tensor_parallel == 1 or shape.active < shape.decoder:
+        return whole
+    largest = shape.vocabulary * shape.hidden * whole / shape.weights
+    return whole / tensor_parallel + max(BUCKET_BYTES, largest)
 
 
 def several_engines(

@@ -326,6 +326,7 @@ class Follower:
         POLICY_VERSION.set(record.version)
         self._failing_since_s = None
         self._status.version = record.version
+        self._status.source = self._engine.peer_address
         self._status.start.end()
         self._status.last_error = ""
         await self._notify()

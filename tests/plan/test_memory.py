@@ -181,14 +181,24 @@ def test_clusters_that_cannot_be_read_are_refused(words: str) -> None:
 
 
 @pytest.mark.parametrize("options", [TrainerOptions(8, 3), TrainerOptions(8, 3, offload="all")])
-def test_the_reference_and_a_replicas_second_copy_are_whole_on_each_gpu(options: TrainerOptions) -> None:
-    """Whatever DeepSpeed divides or offloads, and however many ranks the replica has."""
+def test_the_reference_is_whole_on_each_gpu_and_a_replicas_second_copy_is_each_ranks_share(
+    options: TrainerOptions,
+) -> None:
+    """Whatever DeepSpeed divides or offloads; with a bucket, in which a rank verifies its share."""
     work = dataclasses.replace(workload("7b"), reference=True)
     table, _ = trainer_table(work, options, 140 * GIB)
     assert {part.name: part.nbytes for part in table["wait"]}["reference"] == work.policy_bytes
     replica = engine_memory(work, EngineOptions(4, sequences=64), 130 * GIB, 140 * GIB)
     parts = {part.name: part.nbytes for part in replica.components}
-    assert parts["shadow"] == 4 * parts["weights"] == work.policy_bytes
+    embeddings = 2 * work.shape.vocabulary * work.shape.hidden
+    assert parts["weights"] == work.policy_bytes / 4
+    assert parts["shadow"] == pytest.approx(parts["weights"] + embeddings)
+
+
+def test_a_mixtures_second_copy_is_whole_on_each_gpu() -> None:
+    work = workload("30b-a3b")
+    replica = engine_memory(work, EngineOptions(4, sequences=64), 130 * GIB, 140 * GIB)
+    assert {part.name: part.nbytes for part in replica.components}["shadow"] == work.policy_bytes
 
 
 def test_what_a_token_keeps_for_each_chosen_expert_is_what_transformers_saves() -> None:

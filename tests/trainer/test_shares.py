@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import math
 import os
 import signal
 from collections.abc import Iterator
@@ -11,9 +12,12 @@ from typing import Any
 
 import pytest
 
+from penstock.services.rollout.engines.vllm.swap.share_plan import agree
 from penstock.shared.bus.messages import PolicyRecord
 from penstock.shared.errors import WeightsError
 from penstock.shared.weights.format.flat import FlatSnapshot
+from penstock.shared.weights.format.layout import Layout
+from penstock.shared.weights.format.shares import Piece, Share, check_sums, copy, places
 from penstock.shared.weights.receiver.puller import Puller
 from penstock.shared.weights.receiver.receiver import Receiver
 from penstock.shared.weights.transport.offer import Offer
@@ -66,6 +70,50 @@ async def by_file(asked: PolicyRecord) -> str:
     return fingerprint(shadow.tensors().items())
 
 
+def halved(layout: Layout, ranks: int) -> list[Share]:
+    """Divide every tensor among ``ranks``, by rows, by columns, or not at all, as layers are."""
+    pieces: list[list[list[Piece]]] = [[[] for _ in layout.bucket_bytes] for _ in range(ranks)]
+    for number, entry in enumerate(layout.tensors):
+        rows, columns = entry.shape[0], math.prod(entry.shape[1:])
+        wide = entry.nbytes // rows
+        for rank, own in enumerate(pieces):
+            if number % 3 == 0 and rows % ranks == 0:
+                piece = Piece(entry.offset + rank * entry.nbytes // ranks, entry.nbytes // ranks)
+            elif number % 3 == 1 and columns % ranks == 0 and columns > 1:
+                piece = Piece(entry.offset + rank * wide // ranks, wide // ranks, ((rows, wide),))
+            else:
+                piece = Piece(entry.offset, entry.nbytes)
+            own[entry.bucket].append(piece)
+    return agree(layout, [tuple(map(tuple, own)) for own in pieces])
+
+
+async def by_shares(source: str, asked: PolicyRecord, ranks: int) -> str:
+    """Pull as a replica of ``ranks``; return the fingerprint of what these hold together."""
+    puller = Puller(DeviceLocation(), ranks, DEADLINE_S, weights.secret)
+    offer = await puller.ask(source, asked)
+    shares = halved(offer.layout, ranks)
+    shadows = [FlatSnapshot(offer.layout, CPU, packed=share) for share in shares]
+    receivers = [Receiver(rank + 1, ranks, CPU) for rank in range(ranks)]
+    told = Offer.unpack(offer.pack())
+    each = zip(receivers, shadows, shares, strict=True)
+    sums = await asyncio.gather(*(asyncio.to_thread(of.receive, told, into, share) for of, into, share in each))
+    check_sums(sums, offer.header.checksums, source)
+    await puller.finish(offer, None)
+    await puller.close()
+    whole = FlatSnapshot(offer.layout, CPU)
+    for share, shadow in zip(shares, shadows, strict=True):
+        for pieces, slot, bucket in zip(share.pieces, shadow.buckets, whole.buckets, strict=True):
+            copy(
+                [
+                    (piece.of(bucket), piece.packed(slot, place))
+                    for piece, place in zip(pieces, places(pieces), strict=True)
+                ]
+            )
+    for receiver in receivers:
+        receiver.close()
+    return fingerprint(whole.tensors().items())
+
+
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("ranks", [2, 3])
 async def test_replicas_pull_the_trained_bytes_from_all_ranks_and_each_rank_keeps_its_share(
@@ -80,6 +128,9 @@ async def test_replicas_pull_the_trained_bytes_from_all_ranks_and_each_rank_keep
             assert len(first.call("sessions")) >= ranks
             assert second.call("pull", first.call("address"), record(made)) == made["fingerprint"]
             assert await by_file(record(made)) == made["fingerprint"]
+            for parallel in (2, 4):
+                assert await by_shares(source, record(made), parallel) == made["fingerprint"]
+                assert await by_shares(first.call("address"), record(made), parallel) == made["fingerprint"]
             assert sum(made["snapshots"]) == pytest.approx(2 * made["whole"], rel=0.05)
             assert max(made["snapshots"]) < 1.35 * 2 * made["whole"] / ranks
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from penstock.shared.weights.transport.offer import Offer
     from penstock.shared.weights.transport.place import DeviceLocation
 
-SwapPath = Literal["plan", "layerwise", "copy", "bucketed", "adapter"]
+SwapPath = Literal["plan", "shares", "layerwise", "copy", "bucketed", "adapter"]
 """How weights went live: traced plan, vLLM's reload, tensor copy, buckets behind a pause, or adapter."""
 
 UpdateMode = Literal["inflight", "drain"]

@@ -22,6 +22,7 @@ from penstock.shared.errors import WeightsError
 from penstock.shared.weights.format.checksum import checksum, text
 from penstock.shared.weights.format.layout import Header, Layout
 from penstock.shared.weights.format.manifest import TensorEntry
+from penstock.shared.weights.format.shares import Share
 from penstock.shared.weights.stream_order import Point
 from penstock.shared.weights.waits import Interrupt, uninterrupted
 
@@ -31,8 +32,14 @@ _INTERRUPT_EVERY_S = 0.05
 class FlatSnapshot:
     """Buckets of one layout; raises WeightsError if empty."""
 
-    def __init__(self, layout: Layout, device: torch.device, share: tuple[int, int] = (0, 1)) -> None:
-        """``share``: rank and number of ranks."""
+    def __init__(
+        self,
+        layout: Layout,
+        device: torch.device,
+        share: tuple[int, int] = (0, 1),
+        packed: Share | None = None,
+    ) -> None:
+        """``share``: rank and number of ranks. ``packed``: the buckets hold this share's pieces alone, and no tensors."""
         if not layout.bucket_bytes:
             raise WeightsError("expected a layout of at least one tensor")
         self.numbers = range(share[0], len(layout.bucket_bytes), share[1])
@@ -40,11 +47,14 @@ class FlatSnapshot:
         self.layout = layout
         self.layout_digest = layout.digest
         self.device = device
-        sizes = [size if number in self.numbers else 0 for number, size in enumerate(layout.bucket_bytes)]
+        self.shares = "" if packed is None else packed.digest
+        """Names the shares of the ranks of a replica, of which this is one; "": whole tensors."""
+        whole = layout.bucket_bytes if packed is None else packed.slots
+        sizes = [size if number in self.numbers else 0 for number, size in enumerate(whole)]
         self.buckets = tuple(torch.zeros(size, dtype=torch.uint8, device=device) for size in sizes)
         self.header: Header | None = None
         """None: no complete or arriving version."""
-        here = [entry for entry in layout.tensors if entry.bucket in self.numbers]
+        here = [entry for entry in layout.tensors if entry.bucket in self.numbers and packed is None]
         self._tensors = {entry.name: view(self.buckets[entry.bucket], entry) for entry in here}
         self._elsewhere = {entry.name for entry in layout.tensors} - self._tensors.keys()
         self._changed = threading.Condition()

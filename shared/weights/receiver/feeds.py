@@ -14,6 +14,7 @@ from penstock.shared.errors import WeightsError
 from penstock.shared.weights.format.flat import view
 from penstock.shared.weights.format.layout import Layout
 from penstock.shared.weights.format.manifest import TensorEntry
+from penstock.shared.weights.format.shares import Share, pack
 from penstock.shared.weights.format.snapshot import read_snapshot
 from penstock.shared.weights.transport.group import Transfer, TransferGroup
 from penstock.shared.weights.transport.offer import Offer
@@ -31,7 +32,8 @@ class Feed:
 
 
 class GroupFeed(Feed):
-    def __init__(self, group: TransferGroup, deadline_s: float, interrupt: Interrupt) -> None:
+    def __init__(self, group: TransferGroup, deadline_s: float, interrupt: Interrupt, *, scattered: bool) -> None:
+        self._scattered = scattered
         self.ahead = group.window
         self._group = group
         self._deadline_s = deadline_s
@@ -39,7 +41,7 @@ class GroupFeed(Feed):
         self._under_way: deque[Transfer] = deque()
 
     def start(self, number: int, into: torch.Tensor) -> None:
-        self._under_way.append(self._group.broadcast(into))
+        self._under_way.append(self._group.scatter([into]) if self._scattered else self._group.broadcast(into))
 
     def land(self) -> None:
         """Poll for the oldest bucket."""
@@ -72,9 +74,10 @@ class MappedFeed(Feed):
 
 
 class FileFeed(Feed):
-    """Buckets from a snapshot by file, verified by its digest."""
+    """Buckets from a snapshot by file, verified by its digest; of them a ``share``, if one is given."""
 
-    def __init__(self, offer: Offer, interrupt: Interrupt) -> None:
+    def __init__(self, offer: Offer, interrupt: Interrupt, share: Share | None = None) -> None:
+        self._share, self._bucket_bytes = share, offer.layout.bucket_bytes
         self._tensors = bounded(
             lambda: read_snapshot(Path(offer.source), offer.manifest_digest),
             FILE_DEADLINES * offer.deadline_s,
@@ -84,6 +87,16 @@ class FileFeed(Feed):
         self._entries = _by_bucket(offer.layout)
 
     def start(self, number: int, into: torch.Tensor) -> None:
+        if self._share is None:
+            self._fill(number, into)
+            return
+        bucket = torch.empty(self._bucket_bytes[number], dtype=torch.uint8)
+        self._fill(number, bucket)
+        slot = torch.empty(into.shape, dtype=torch.uint8)
+        pack(self._share.pieces[number], bucket, slot)
+        into.copy_(slot)
+
+    def _fill(self, number: int, into: torch.Tensor) -> None:
         into.zero_()  # checksums include the padding
         for entry in self._entries.get(number, ()):
             tensor = self._tensors.get(entry.name)

@@ -21,10 +21,11 @@ from penstock.shared.errors import WeightsError
 from penstock.shared.weights.format.checksum import add_checksum, text
 from penstock.shared.weights.format.flat import FlatSnapshot
 from penstock.shared.weights.format.layout import Header
+from penstock.shared.weights.format.shares import Share, Sums, encode
 from penstock.shared.weights.receiver.feeds import Feed, FileFeed, GroupFeed, MappedFeed, SharesFeed
 from penstock.shared.weights.stream_order import Lane, Point
 from penstock.shared.weights.transport import alarm, ipc
-from penstock.shared.weights.transport.group import TransferGroup, open_group
+from penstock.shared.weights.transport.group import WHOLE, TransferGroup, open_group
 from penstock.shared.weights.transport.offer import Offer
 from penstock.shared.weights.transport.rendezvous import connect_store
 from penstock.shared.weights.transport.sockets import own_address
@@ -60,15 +61,24 @@ class Receiver:
         self._quiet = True
         """Whether no failed transfer may still write into a shadow."""
 
-    def receive(self, offer: Offer, shadow: FlatSnapshot) -> None:
-        """Fill and verify ``shadow``, marking buckets as they arrive. No device work may still use it."""
+    def receive(self, offer: Offer, shadow: FlatSnapshot, share: Share | None = None) -> Sums:
+        """Fill and verify ``shadow``, marking buckets as they arrive. No device work may still use it.
+
+        With a ``share`` the shadow is packed, and the caller verifies by the returned sums of all ranks
+        (:func:`penstock.shared.weights.format.shares.check_sums`), unless the header has no checksums.
+        """
         self._prepare(offer)
+        name = "" if share is None else share.digest
+        if offer.shares not in ("", name):
+            raise WeightsError(f"{offer.source} has the shares of other ranks: their trainer has the whole version")
+        if shadow.shares != name:
+            raise WeightsError("expected a shadow of this rank's share, found another: make a new one")
         if shadow.layout != offer.layout:
             raise WeightsError("expected a shadow of the offered layout, found another: make a new one")
         shadow.begin(offer.header)
         try:
             with self._lane.entered():
-                self._receive(offer, shadow)
+                return self._receive(offer, shadow, share)
         except BaseException as error:
             shadow.void(f"receiving version {offer.header.version} failed: {error}")
             self._leave(offer)
@@ -109,16 +119,19 @@ class Receiver:
 
     # -------------------------------------------------------------- receiving
 
-    def _receive(self, offer: Offer, shadow: FlatSnapshot) -> None:
+    def _receive(self, offer: Offer, shadow: FlatSnapshot, share: Share | None) -> Sums:
         expected = _expected(offer.header, len(shadow.buckets))
-        figures = _Figures(len(shadow.buckets), self._device)
-        with self._feed(offer) as feed:
+        figures = _Figures(len(shadow.buckets), self._device) if share is None else _ShareFigures(offer, share, shadow)
+        with self._feed(offer, share) as feed:
             self._take(feed, shadow, figures)
         values = figures.texts(offer.deadline_s, self._check_aborted)
+        if isinstance(figures, _ShareFigures):
+            return figures.by_class(values)
         if expected:
             _compare(expected, values, offer)
         else:  # already verified: the shadow gets its own header
             shadow.header = dataclasses.replace(offer.header, checksums=values)
+        return {}
 
     def _take(self, feed: Feed, shadow: FlatSnapshot, figures: "_Figures") -> None:
         for number in range(len(shadow.buckets) + feed.ahead - 1):
@@ -146,16 +159,19 @@ class Receiver:
                 yield number, bucket
 
     @contextlib.contextmanager
-    def _feed(self, offer: Offer) -> Iterator[Feed]:
+    def _feed(self, offer: Offer, share: Share | None = None) -> Iterator[Feed]:
         with contextlib.ExitStack() as until_received:
             self._most = max(self._most, _MAX_SOURCES + len(offer.parts))
-            feeds = [until_received.enter_context(self._feed_of(source)) for source in offer.sources]
+            sources = offer.sources[self._rank - 1 : self._rank] if offer.shares else offer.sources
+            if not sources:
+                raise WeightsError(f"{offer.source} has no source of rank {self._rank - 1}")
+            feeds = [until_received.enter_context(self._feed_of(source, share)) for source in sources]
             yield feeds[0] if len(feeds) == 1 else SharesFeed(feeds)
 
     @contextlib.contextmanager
-    def _feed_of(self, offer: Offer) -> Iterator[Feed]:
+    def _feed_of(self, offer: Offer, share: Share | None) -> Iterator[Feed]:
         if offer.transport == "file":
-            yield FileFeed(offer, self._check_aborted)
+            yield FileFeed(offer, self._check_aborted, share)
             return
         session = self._session(offer)
         if offer.transport == "ipc":
@@ -173,16 +189,19 @@ class Receiver:
                 self._check_aborted()
                 given_up()
 
-            session.group.meet(offer.pull, interrupt)
-            yield GroupFeed(session.group, offer.deadline_s, interrupt)
+            scattered = share is not None and not offer.shares
+            word = encode(share.pieces) if share is not None and scattered else WHOLE
+            session.group.meet(offer.pull, interrupt, word)
+            yield GroupFeed(session.group, offer.deadline_s, interrupt, scattered=scattered)
 
     def _open(self, offer: Offer) -> TransferGroup:
         assert offer.transport in ("nccl", "gloo")
+        rank, ranks = (1, 1) if offer.shares else (self._rank, self._ranks)
         return open_group(
             offer.transport,
             lambda: connect_store(offer.store, offer.session, offer.deadline_s),
-            self._rank,
-            1 + self._ranks,
+            rank,
+            1 + ranks,
             offer.deadline_s,
             self._device,
             own_address(*offer.store),
@@ -238,6 +257,25 @@ class _Figures:
         self._copied.set()
         poll(self._copied.reached, deadline_s, "the checksums of the device", interrupt)
         return tuple(text(value) for value in self._on_host[:, 0])
+
+
+class _ShareFigures(_Figures):
+    """Checksums of a share's classes, each spread over an empty bucket."""
+
+    def __init__(self, offer: Offer, share: Share, shadow: FlatSnapshot) -> None:
+        self._share, self._sizes = share, offer.layout.bucket_bytes
+        super().__init__(len(self._sizes) * len(share.names), shadow.device)
+        self._empty = torch.empty(max(self._sizes), dtype=torch.uint8, device=shadow.device)
+
+    def add(self, number: int, bucket: torch.Tensor) -> None:
+        empty = self._empty[: self._sizes[number]]
+        for index, name in enumerate(self._share.names):
+            if self._share.spread(number, name, bucket, empty):
+                super().add(index * len(self._sizes) + number, empty)
+
+    def by_class(self, values: tuple[str, ...]) -> Sums:
+        each = len(self._sizes)
+        return {name: values[index * each : (index + 1) * each] for index, name in enumerate(self._share.names)}
 
 
 def _warm_up(device: torch.device) -> None:

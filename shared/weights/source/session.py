@@ -24,6 +24,7 @@ Failures, including a puller's death during a transfer, close the connection and
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import socket
 import uuid
@@ -39,11 +40,12 @@ from penstock.shared.errors import PeerError, WeightsError
 from penstock.shared.peers import frames
 from penstock.shared.weights.format.flat import FlatSnapshot
 from penstock.shared.weights.format.layout import Header, Layout
+from penstock.shared.weights.format.shares import Pieces, decode, pack, slot_bytes
 from penstock.shared.weights.source.files import Files
 from penstock.shared.weights.source.shelf import Shelf
 from penstock.shared.weights.stream_order import Lane, Point
 from penstock.shared.weights.transport import alarm, ipc
-from penstock.shared.weights.transport.group import Transfer, TransferGroup, open_group
+from penstock.shared.weights.transport.group import WHOLE, Transfer, TransferGroup, open_group
 from penstock.shared.weights.transport.offer import Offer, Transport
 from penstock.shared.weights.transport.place import DeviceLocation, boot_id, plain_uuid
 from penstock.shared.weights.transport.rendezvous import Rendezvous
@@ -57,6 +59,8 @@ PULL_FAILURES = Counter("penstock_weights_pull_failures_total", "Pulls that this
 SENT_BYTES = Counter("penstock_weights_sent_bytes_total", "Bytes of weights that this process sent to pullers.")
 
 _MAX_RANKS = 64
+_PACKED = 2
+"""Buckets that are packed at a time, as each takes memory of its size."""
 _NO_LAYOUT = Layout((), ())
 
 
@@ -186,16 +190,19 @@ class Session:
             pull=self._pulls,
             store=(self.connection.getsockname()[0], self._rendezvous.port),
             handles=self._handles(snapshot, header, interrupt) if transport == "ipc" else (),
+            shares=snapshot.shares,
         )
         self._answer({"offer": offer.pack(), "others": list(self._shelf.others)})
         if transport != "ipc":
-            self._send(offer, question.ranks, snapshot, interrupt)
+            self._send(offer, 1 if snapshot.shares else question.ranks, snapshot, interrupt)
         poll(lambda: self._done is not None, self._deadline_s, "the puller to say that it is done", interrupt)
 
     def _file(self, question: _Question) -> None:
         self._done = None
         try:
             snapshot, header = self._shelf.find(question.version, self._watch)
+            if snapshot.shares:
+                raise WeightsError("this source has a share of the version: its trainer writes the whole")
             with self._shelf.pull(snapshot):
                 self._all_there(snapshot, header, self._watch)
                 written = self._files.write(snapshot, header)
@@ -217,13 +224,23 @@ class Session:
     def _send(self, offer: Offer, ranks: int, snapshot: FlatSnapshot, interrupt: Interrupt) -> None:
         with self._lane(snapshot.device).entered():
             group = self._opened(offer, ranks, snapshot.device, interrupt)
-            group.meet(offer.pull, interrupt)
+            pieces = _pieces(group.meet(offer.pull, interrupt), snapshot)
+            slots = slot_bytes(pieces) if pieces else ()
+            window = min(group.window, _PACKED) if pieces else group.window
             under_way: deque[Transfer] = deque()
             for number in snapshot.numbers:
                 snapshot.wait(number, self._deadline_s, offer.header, interrupt)
-                under_way.append(group.broadcast(snapshot.buckets[number]))
-                SENT_BYTES.inc(snapshot.buckets[number].numel())
-                if len(under_way) >= group.window:
+                bucket = snapshot.buckets[number]
+                if pieces:
+                    packed = [torch.zeros(slots[number], dtype=torch.uint8, device=bucket.device) for _ in pieces]
+                    for rank, slot in zip(pieces, packed, strict=True):
+                        pack(rank[number], bucket, slot)
+                    under_way.append(group.scatter(packed))
+                    SENT_BYTES.inc(slots[number] * len(pieces))
+                else:
+                    under_way.append(group.broadcast(bucket))
+                    SENT_BYTES.inc(bucket.numel())
+                if len(under_way) >= window:
                     under_way.popleft().land(self._deadline_s, interrupt)
             while under_way:
                 under_way.popleft().land(self._deadline_s, interrupt)
@@ -279,6 +296,20 @@ class Session:
             if frame.get("ok") is not True:
                 raise WeightsError(f"the puller failed to receive: {str(frame.get('error'))[:300]}")
             self._done = frame
+
+
+def _pieces(words: list[bytes], snapshot: FlatSnapshot) -> list[Pieces]:
+    """Return the pieces that each rank asked for; none if all receive whole buckets. Raises WeightsError."""
+    if set(words) == {WHOLE}:
+        return []
+    if snapshot.shares or WHOLE in words:
+        raise WeightsError("expected every rank to receive its share or every rank the whole, found both")
+    return [_decoded(word, snapshot.layout) for word in words]
+
+
+@functools.lru_cache(maxsize=_MAX_RANKS)
+def _decoded(word: bytes, layout: Layout) -> Pieces:
+    return decode(word, layout)
 
 
 def choose_transport(place: DeviceLocation, ranks: int, device: torch.device) -> Transport:

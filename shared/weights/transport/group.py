@@ -16,7 +16,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -28,6 +28,8 @@ from penstock.shared.errors import WeightsError
 from penstock.shared.weights.stream_order import Lane, Point
 from penstock.shared.weights.waits import Interrupt, bounded, first_line, poll, uninterrupted
 
+WHOLE = b"whole"
+"""A rank's word at a meeting: it receives whole buckets."""
 _NCCL_WINDOW = 64
 """Broadcasts in flight: 256 MiB over NVLink take 45 ms, more than a thread may wait for the GIL."""
 _GLOO_WINDOW = 2
@@ -64,8 +66,8 @@ class TransferGroup:
         self._deadline_s = deadline_s
         self._backend: Any = None
 
-    def meet(self, pull: int, interrupt: Interrupt = uninterrupted) -> None:
-        """Wait for every rank to reach this pull; raises WeightsError."""
+    def meet(self, pull: int, interrupt: Interrupt = uninterrupted, word: bytes = WHOLE) -> list[bytes]:
+        """Wait for every rank to reach this pull with its ``word``; return the words at rank 0. Raises WeightsError."""
         left = threading.Event()
 
         def leave() -> None:
@@ -73,31 +75,51 @@ class TransferGroup:
                 raise WeightsError("no process waits any longer")
 
         try:
-            bounded(lambda: self._meet(pull, leave), self._deadline_s, "the peers of a pull", interrupt)
+            return bounded(lambda: self._meet(pull, leave, word), self._deadline_s, "the peers of a pull", interrupt)
         finally:
             left.set()
 
-    def _meet(self, pull: int, interrupt: Interrupt) -> None:
+    def _meet(self, pull: int, interrupt: Interrupt, word: bytes) -> list[bytes]:
         here = [f"pull/{pull}/{rank}" for rank in range(self._ranks)]
         awaited = here[1:] if self.rank == 0 else here[:1]
         if self.rank:
-            self.store.set(here[self.rank], "here")
+            self.store.set(here[self.rank], word.decode())
         poll(lambda: self.store.check(awaited), self._deadline_s, "every rank of the replica and its source", interrupt)
-        if self.rank == 0:
-            self.store.set(here[0], "go")
-            for rank in range(self._ranks):
-                self.store.delete_key(f"pull/{pull - 1}/{rank}")
+        if self.rank:
+            return []
+        words = [self.store.get(key) for key in awaited]
+        self.store.set(here[0], "go")
+        for rank in range(self._ranks):
+            self.store.delete_key(f"pull/{pull - 1}/{rank}")
+        return words
 
     def broadcast(self, bucket: torch.Tensor) -> Transfer:
         """Enqueue ``bucket`` (uint8) from rank 0 to all; raises WeightsError if broken."""
+        raise NotImplementedError
+
+    def scatter(self, slots: Sequence[torch.Tensor]) -> Transfer:
+        """Enqueue one of the ``slots`` (uint8, of one size) from rank 0, in order, to every other rank, which gives its own
+        alone; keeps them until the transfer is dropped. Raises WeightsError if broken."""
         raise NotImplementedError
 
     def _enqueue(self, tensor: torch.Tensor) -> Any:
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.rootTensor = 0
+        return self._begun(lambda: self._backend.broadcast([tensor], options))
+
+    def _enqueue_each(self, slots: Sequence[torch.Tensor]) -> Any:
+        """Rank 0 takes part in a scatter: it sends itself a copy of the first slot."""
+        options = dist.ScatterOptions()
+        options.rootRank = 0
+        if self.rank:
+            return self._begun(lambda: self._backend.scatter([slots[0]], [], options))
+        own = torch.empty_like(slots[0])
+        return self._begun(lambda: self._backend.scatter([own], [[slots[0], *slots]], options))
+
+    def _begun(self, enqueue: Callable[[], Any]) -> Any:
         try:
-            return self._backend.broadcast([tensor], options)
+            return enqueue()
         except RuntimeError as error:
             raise WeightsError(f"could not transfer a bucket: {first_line(error)}") from error
 
@@ -158,6 +180,12 @@ class _GlooGroup(TransferGroup):
         arriving = torch.empty(bucket.shape, dtype=torch.uint8)
         return _GlooTransfer(self._enqueue(arriving), arriving, bucket)
 
+    def scatter(self, slots: Sequence[torch.Tensor]) -> Transfer:
+        if self.rank == 0:
+            return _GlooTransfer(self._enqueue_each([slot.cpu() for slot in slots]), None, None)
+        arriving = torch.empty(slots[0].shape, dtype=torch.uint8)
+        return _GlooTransfer(self._enqueue_each([arriving]), arriving, slots[0])
+
     def abort(self) -> bool:
         last = [self._backend]  # dropping it waits for pending work: use a thread
         self._backend = None
@@ -201,18 +229,26 @@ class _NcclGroup(TransferGroup):
                 raise
 
     def _warm_up(self, deadline_s: float) -> None:
-        """Create connections by a first broadcast, which may block."""
+        """Create connections by a first broadcast, and with several receivers a scatter, which may block."""
         with Lane(self._device).entered():
-            self.broadcast(torch.zeros(_WARM_UP_BYTES, dtype=torch.uint8, device=self._device)).land(deadline_s)
+            slot = torch.zeros(_WARM_UP_BYTES, dtype=torch.uint8, device=self._device)
+            self.broadcast(slot).land(deadline_s)
+            if self._ranks > 2:
+                self.scatter([slot] * (self._ranks - 1 if self.rank == 0 else 1)).land(deadline_s)
 
     def broadcast(self, bucket: torch.Tensor) -> Transfer:
-        work = self._enqueue(bucket)
+        return self._fenced(self._enqueue(bucket))
+
+    def scatter(self, slots: Sequence[torch.Tensor]) -> Transfer:
+        return self._fenced(self._enqueue_each(slots), slots)
+
+    def _fenced(self, work: Any, kept: object = None) -> Transfer:
         with self._fence.entered():
             work.wait()  # makes the fence wait, not this thread
             arrived = Point(self._device)
             arrived.set()
         self._newest = arrived
-        return _NcclTransfer(work, arrived)
+        return _NcclTransfer(work, arrived, kept)
 
     def abort(self) -> bool:
         aborted = threading.Event()
@@ -228,8 +264,9 @@ class _NcclGroup(TransferGroup):
 
 
 class _NcclTransfer(Transfer):
-    def __init__(self, work: Any, arrived: Point) -> None:
+    def __init__(self, work: Any, arrived: Point, kept: object) -> None:
         self._work = work
+        self._kept = kept
         self._arrived = arrived
         self._completed_at_s = 0.0
 

@@ -6,7 +6,7 @@ from typing import Any, Literal
 from penstock.shared.weights.format.layout import Header, Layout, decode_header, decode_layout
 
 Transport = Literal["nccl", "gloo", "ipc", "file"]
-_PLAIN = ("source", "transport", "deadline_s", "session", "pull", "manifest_digest")
+_PLAIN = ("source", "transport", "deadline_s", "session", "pull", "manifest_digest", "shares")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -27,8 +27,11 @@ class Offer:
     """For ``ipc``: arguments of ``torch.UntypedStorage._new_shared_cuda`` per bucket (ints and bytes)."""
     manifest_digest: str = ""
     """For ``file``."""
+    shares: str = ""
+    """Of a replica whose ranks hold shares (:class:`penstock.shared.weights.format.shares.Share`): their digest. Rank r's
+    share is at source r."""
     parts: tuple["Offer", ...] = ()
-    """Offers of the trainer's other ranks, of the same version: bucket b is at source b mod N."""
+    """Offers of the trainer's other ranks, of the same version: bucket b is at source b mod N. Or of a replica's."""
 
     @property
     def sources(self) -> tuple["Offer", ...]:

@@ -34,11 +34,13 @@ from penstock.services.rollout.engines.engine import (
 )
 from penstock.services.rollout.engines.vllm.ladder import FREED
 from penstock.services.rollout.engines.vllm.requests import ROW_S, Requests
+from penstock.services.rollout.engines.vllm.swap.share_plan import SharesRefused, agree
 from penstock.services.rollout.engines.vllm.swap_gate import SwapGate
 from penstock.services.rollout.engines.vllm.worker_channel import Reports
 from penstock.shared.bus.messages import Float32Array, Int32Array, PolicyVersion
 from penstock.shared.errors import WeightsError
 from penstock.shared.process.memory_timeline import Held
+from penstock.shared.weights.format.shares import check_sums, decode
 from penstock.shared.weights.format.snapshot import read_snapshot
 from penstock.shared.weights.transport.offer import Offer
 from penstock.shared.weights.transport.place import DeviceLocation, boot_id
@@ -90,6 +92,8 @@ class VllmEngine:
         self._version: PolicyVersion | None = None
         self._staged: Offer | None = None
         self._swapping = asyncio.Lock()
+        self.streams_whole = False
+        """Whether the shadow has room for shares alone, so that whole versions are streamed (``bucketed``)."""
         self.torn = False
         """Whether requests are held because a swap failed midway."""
         self._held_until_s = -math.inf
@@ -104,8 +108,13 @@ class VllmEngine:
         self.ranks = len(workers)
         uuids = tuple(str(worker["gpu_uuid"]) for worker in workers if worker["gpu_uuid"])
         self.place = DeviceLocation(device="cuda" if uuids else "cpu", gpu_uuids=uuids, boot_id=boot_id())
-        self.peer_address: str = "" if bucketed else workers[0]["peer_address"]
-        """Where peers can pull; streamed weights leave no copy for them."""
+        self._peer_addresses = [str(worker["peer_address"]) for worker in workers]
+        self._planned = ""
+        """The layout for which shares were planned."""
+        self._shares = ""
+        """Names the shares in which the ranks receive versions of that layout; "": whole versions."""
+        self.peer_address: str = "" if bucketed else self._peer_addresses[0]
+        """Where peers can pull; streamed weights leave no copy for them, nor do shares of several hosts."""
         self.stop = stop
         self.context_tokens = int(llm.model_config.max_model_len)
         self.vocabulary = int(llm.model_config.get_vocab_size())
@@ -159,8 +168,10 @@ class VllmEngine:
         self._staged = None
         if _is_adapter(offer):
             await asyncio.to_thread(self._check_adapter, offer)
-        elif not self.bucketed:
-            await self._receive(offer)
+        else:
+            await self._plan_shares(offer)
+            if not self.bucketed:
+                await self._receive(offer)
         self._staged = offer
 
     def _check_adapter(self, offer: Offer) -> None:
@@ -175,11 +186,13 @@ class VllmEngine:
             read_snapshot(Path(offer.source), offer.manifest_digest)  # raises if torn or another version's
 
     async def _receive(self, offer: Offer) -> None:
+        if offer.shares not in ("", self._shares):
+            raise WeightsError(f"{offer.source} has the shares of other ranks: their trainer has the whole version")
         staging = next(self._stagings)
         self._reports.tell({"kind": "stage", "offer": offer.pack(), "staging": staging})
         try:
             async with asyncio.timeout(2 * offer.deadline_s):  # the workers' waits have their own deadlines
-                error, self.receive_s = await self._living(self._reports.staged(staging, self.ranks))
+                error, self.receive_s, sums = await self._living(self._reports.staged(staging, self.ranks))
         except TimeoutError as late:
             self._reports.tell({"kind": "abort"})
             raise WeightsError(
@@ -190,6 +203,32 @@ class VllmEngine:
             raise
         if error:
             raise WeightsError(error)
+        if self._shares and offer.header.checksums:
+            check_sums(sums, offer.header.checksums, offer.source)
+
+    async def _plan_shares(self, offer: Offer) -> None:
+        """With several ranks, let each receive its share alone from now on, if their plans divide the weights."""
+        if self.ranks == 1 or self.bucketed or self._planned == offer.header.layout:
+            return
+        self._shares, layout = "", offer.layout.encode()
+        answers = await self._call("penstock_pieces", layout)
+        try:
+            if errors := [answer["error"] for answer in answers if answer["error"]]:
+                raise SharesRefused(errors[0])
+            pieces = [answer["pieces"] for answer in answers]
+            shares = agree(offer.layout, [decode(encoded, offer.layout) for encoded in pieces])
+        except (SharesRefused, WeightsError) as refused:
+            self.bucketed = self.bucketed or self.streams_whole
+            self.peer_address = "" if self.bucketed else self.peer_address
+            pauses = {"update_pauses": self.bucketed}
+            log.warning("every rank will receive whole versions", extra={"reason": str(refused), **pauses})
+        else:
+            await self._call("penstock_share", layout, pieces, self._peer_addresses)
+            self._shares = shares[0].digest
+            if not self.bucketed and not all(self._peer_addresses):
+                self.peer_address = ""
+            log.info("every rank will receive its share", extra={"bytes": shares[0].nbytes, "of": offer.layout.nbytes})
+        self._planned = offer.header.layout
 
     async def swap(self, version: PolicyVersion) -> SwapReport:
         offer = self._staged

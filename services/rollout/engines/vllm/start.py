@@ -21,6 +21,7 @@ from penstock.services.rollout.engines.vllm.multihost.hosts import Hosts, secret
 from penstock.services.rollout.engines.vllm.worker_channel import Reports, held_of
 from penstock.shared.errors import SettingsError
 from penstock.shared.process.importing import importing
+from penstock.shared.weights.format.layout import BUCKET_BYTES
 
 log = logging.getLogger(__name__)
 
@@ -109,7 +110,7 @@ async def open_vllm(
         workers = await llm.collective_rpc("penstock_open", args=(reporting, logprobs == "captured", peers))
         check(workers)
         reports.held |= {worker["rank"]: held_of(worker["held"]) for worker in workers}
-        return VllmEngine(
+        engine = VllmEngine(
             llm,
             reports,
             workers,
@@ -119,6 +120,8 @@ async def open_vllm(
             bucketed=_is_bucketed(shadow, workers),
             adapters=bool(arguments.get("enable_lora")),
         )
+        engine.streams_whole = shadow == "auto" and not _fits(workers, 1)
+        return engine
     except BaseException:
         if llm is not None:
             await asyncio.to_thread(llm.shutdown, 1.0)
@@ -176,9 +179,15 @@ def _stop_tokens(llm: Any, stop: Sequence[int]) -> tuple[int, ...]:
 def _is_bucketed(shadow: str, workers: list[dict[str, Any]]) -> bool:
     if shadow != "auto":
         return shadow == "bucketed"
-    tightest = min(workers, key=lambda worker: int(worker["free_bytes"] - worker["policy_bytes"]))
-    fits = tightest["device"] == "cpu" or tightest["free_bytes"] > tightest["policy_bytes"] * 1.05
+    fits = _fits(workers, len(workers))
     if not fits:
-        figures = {key: tightest[key] for key in ("free_bytes", "policy_bytes")}
+        figures = {key: [worker[key] for worker in workers] for key in ("free_bytes", "policy_bytes")}
         log.warning("no memory for the policy a second time: every update pauses generation", extra=figures)
     return not fits
+
+
+def _fits(workers: list[dict[str, Any]], shares: int) -> bool:
+    """Return whether each rank has memory for one of ``shares`` of a version, with a bucket to verify it."""
+    aside = BUCKET_BYTES if shares > 1 else 0
+    needed = {worker["rank"]: worker["policy_bytes"] / shares * 1.05 + aside for worker in workers}
+    return all(worker["device"] == "cpu" or worker["free_bytes"] > needed[worker["rank"]] for worker in workers)

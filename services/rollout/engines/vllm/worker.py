@@ -3,6 +3,8 @@
 vLLM calls :class:`WorkerExtension`'s methods by name, between two steps, in the thread that steps the model::
 
     penstock_open                reports, token record, a source for peers
+    penstock_pieces(layout)      what this rank needs of each version, and
+    penstock_share(share)        what it receives from then on
     penstock_swap(version)       shadow ─▶ live parameters, in order of the steps' stream; boundaries are noted
     penstock_stream(offer)       bucket by bucket into the live parameters, while generation is paused
     penstock_adapt(folder)       an adapter instead
@@ -19,7 +21,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,7 @@ from penstock.services.rollout.engines.vllm.ladder import Ladder, storages, tens
 from penstock.services.rollout.engines.vllm.multihost.hosts import secret_of
 from penstock.services.rollout.engines.vllm.multihost.stores import bind_stores
 from penstock.services.rollout.engines.vllm.runner_hooks import RunnerTap, can_listen, draw_alike, warm_up_own_routers
+from penstock.services.rollout.engines.vllm.swap.share_plan import agree
 from penstock.services.rollout.engines.vllm.swap.weight_swap import WeightSwapper
 from penstock.services.rollout.engines.vllm.token_record import Finished, TokenRecord
 from penstock.services.rollout.engines.vllm.worker_channel import Reporter
@@ -40,6 +43,8 @@ from penstock.shared.peers.frames import Frame
 from penstock.shared.process import memory_timeline
 from penstock.shared.process.parent import die_with
 from penstock.shared.weights.format.flat import FlatSnapshot
+from penstock.shared.weights.format.layout import Layout, decode_layout
+from penstock.shared.weights.format.shares import Pieces, Share, Sums, decode, encode
 from penstock.shared.weights.receiver.receiver import Receiver
 from penstock.shared.weights.source.source import WeightSource
 from penstock.shared.weights.transport.offer import Offer
@@ -59,7 +64,8 @@ class PolicyWorker:
 
     Args:
         capture: keep logprobs on the device, else only count tokens.
-        peers: (host, port, deadline in seconds) of rank 0's source; empty host: none.
+        peers: (host, port, deadline in seconds) of rank 0's source, on whose host other ranks serve their shares; empty
+            host: none.
     """
 
     def __init__(self, worker: Any, reporting: tuple[str, str], capture: bool, peers: tuple[str, int, float]) -> None:
@@ -89,6 +95,10 @@ class PolicyWorker:
         self._is_filled = False
         """Whether there are weights of a version."""
         self._receiver = Receiver(self._rank + 1, self._ranks, self._device)
+        self._share: Share | None = None
+        self._share_layout, self._relays = "", False
+        self._others: list[str] = []
+        """Sources of the other ranks' shares, at rank 0."""
         self._shadow: FlatSnapshot | None = None
         self._staged: int | None = None
         self._swapped: torch.cuda.Event | None = None
@@ -96,8 +106,9 @@ class PolicyWorker:
         self._patience_s = peers[2]
         self._source: WeightSource | None = None
         self._secret = b""
-        if peers[0] and self._rank == 0:
-            self._source = WeightSource(peers[0], peers[1], lambda: self._secret, deadline_s=peers[2])
+        if peers[0] and beside:
+            port = peers[1] if self._rank == 0 else 0
+            self._source = WeightSource(peers[0], port, lambda: self._secret, deadline_s=peers[2])
         self.refusal = can_listen(worker.model_runner) if capture else "as internal.logprobs says"
         self.record: TokenRecord | None = None
         if not self.refusal:
@@ -159,17 +170,22 @@ class PolicyWorker:
         except WeightsError as error:
             self._report(told["staging"], str(error), 0.0)
 
-    def _report(self, staging: int, error: str, seconds: float) -> None:
+    def _report(self, staging: int, error: str, seconds: float, sums: Sums | None = None) -> None:
         message = {"kind": "staged", "staging": staging, "rank": self._rank, "error": error, "seconds": seconds}
+        message["sums"] = {name: list(values) for name, values in (sums or {}).items()}
         message["held"] = self._held()
         self._reporter.send(lambda: [message])
 
     def _receive(self, offer: Offer, staging: int) -> None:
-        error, began_s = "a bug, see the log of the engine's process", time.monotonic()
+        error, began_s, sums = (
+            "a bug, see the log of the engine's process",
+            time.monotonic(),
+            dict[str, Sequence[str]](),
+        )
         try:
             if self._device.type == "cuda":
                 torch.cuda.set_device(self._device)
-            self._receiver.receive(offer, self._room(offer))
+            sums |= self._receiver.receive(offer, self._room(offer), self._share_of(offer))
             self._staged, error = int(offer.header.version), ""
         except WeightsError as refused:
             error = str(refused)
@@ -180,18 +196,24 @@ class PolicyWorker:
                 log.exception("staging failed")
                 error = f"{error}: {failed!r}"
         finally:
-            self._report(staging, error, time.monotonic() - began_s)
+            self._report(staging, error, time.monotonic() - began_s, sums)
+
+    def _share_of(self, offer: Offer) -> Share | None:
+        return self._share if self._share_layout == offer.header.layout else None
 
     def _room(self, offer: Offer) -> FlatSnapshot:
         if self._source is not None:
             self._source.withdraw(self._patience_s)
         if self._swapped is not None:
             self._swapped.synchronize()
-        if self._shadow is None or self._shadow.layout != offer.layout:
+        share = self._share_of(offer)
+        shares = "" if share is None else share.digest
+        if self._shadow is None or self._shadow.layout != offer.layout or self._shadow.shares != shares:
             self._shadow = None
-            self._shadow = FlatSnapshot(offer.layout, self._device)
-        if self._source is not None:
-            self._source.offer(self._shadow)  # peers get buckets as they arrive
+            self._shadow = FlatSnapshot(offer.layout, self._device, packed=share)
+        relays = self._relays if shares else self._rank == 0
+        if self._source is not None and relays:
+            self._source.offer(self._shadow, self._others if shares else ())  # peers get buckets as they arrive
         return self._shadow
 
     # ---------------------------------------------------------------- weights into the model
@@ -203,13 +225,28 @@ class PolicyWorker:
             raise WeightsError(f"expected policy version {version} to be staged, found {self._staged}")
         for bucket in range(len(shadow.buckets)):
             shadow.wait(bucket, self._patience_s)
-        self._swapper.prepare(shadow.tensors())
-        path, copied_bytes = self._swapper.swap()
+        if shadow.shares and self._share is not None:
+            path, copied_bytes = self._swapper.swap_share(self._share, shadow)
+        else:
+            self._swapper.prepare(shadow.tensors())
+            path, copied_bytes = self._swapper.swap()
         if self._device.type == "cuda":
             self._swapped = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._swapped.record(torch.cuda.current_stream(self._device))
         self.note(version)
         return path, copied_bytes
+
+    def pieces(self, layout: Layout) -> Pieces:
+        """Return what this rank needs of ``layout``; raises WeightsError if it has no plan."""
+        return self._swapper.pieces(layout)
+
+    def share(self, layout: Layout, ranks: Sequence[bytes], sources: list[str]) -> None:
+        """Receive versions of ``layout`` as the share that follows from all ``ranks``' pieces, and relay it if all ranks
+        have ``sources``."""
+        self._share = agree(layout, [decode(pieces, layout) for pieces in ranks])[self._rank]
+        self._share_layout = layout.digest
+        self._relays = all(sources)
+        self._others = sources[1:] if self._rank == 0 else []
 
     def stream(self, offer: Offer) -> tuple[str, int]:
         """Receive ``offer`` into the live parameters; decoding must be paused."""
@@ -282,6 +319,17 @@ class WorkerExtension:
         except (PeerError, SettingsError) as error:
             return {"error": str(error)}
         return self._policy.describe()
+
+    def penstock_pieces(self, layout: bytes) -> dict[str, Any]:
+        """Return the encoded pieces that this rank needs, or the reason why it needs the whole."""
+        try:
+            return {"error": "", "pieces": encode(self._policy.pieces(decode_layout(layout)))}
+        except WeightsError as error:
+            return {"error": str(error), "pieces": b""}
+
+    def penstock_share(self, layout: bytes, ranks: list[bytes], sources: list[str]) -> None:
+        """Receive a share of versions of ``layout`` from now on."""
+        self._policy.share(decode_layout(layout), ranks, sources)
 
     def penstock_swap(self, version: int) -> dict[str, Any]:
         """Make the staged version live."""

@@ -42,6 +42,7 @@ from penstock.shared.peers.frames import Frame
 from penstock.shared.peers.handshake import Newcomers
 from penstock.shared.peers.keep_alive import keep_alive
 from penstock.shared.process.memory_timeline import Held
+from penstock.shared.weights.format.shares import Sums
 
 log = logging.getLogger(__name__)
 
@@ -159,7 +160,7 @@ class Reports:
         self._host, self._secret = host, secret
         self._folder: Path | None = None
         self._rows: dict[str, dict[int, TokenRow]] = {}
-        self._stagings: dict[int, dict[int, tuple[str, float]]] = {}
+        self._stagings: dict[int, dict[int, tuple[str, float, Sums]]] = {}
         self._changed = asyncio.Condition()
         self._readers: set[asyncio.Task[None]] = set()
         self._strangers = Newcomers(_STRANGERS)
@@ -198,12 +199,13 @@ class Reports:
         rows = self._rows[request]
         return [rows[place] for place in range(samples)]
 
-    async def staged(self, staging: int, ranks: int) -> tuple[str, float]:
-        """Wait for every rank's end of ``staging``; return the first error or "", and the maximum seconds."""
+    async def staged(self, staging: int, ranks: int) -> tuple[str, float, list[Sums]]:
+        """Wait for every rank's end of ``staging``; return the first error or "", the maximum seconds, and the ranks' sums of
+        their shares."""
         async with self._changed:
             await self._changed.wait_for(lambda: len(self._stagings.get(staging, {})) >= ranks)
-        ends = self._stagings.pop(staging).values()
-        return next((error for error, _ in ends if error), ""), max(seconds for _, seconds in ends)
+        errors, seconds, sums = zip(*self._stagings.pop(staging).values(), strict=True)
+        return next(filter(None, errors), ""), max(seconds), list(sums)
 
     async def close(self) -> None:
         """Stop listening; remaining workers end themselves."""
@@ -267,7 +269,8 @@ class Reports:
 
     async def _note(self, rank: int, message: Frame) -> None:
         if message["kind"] == "staged":
-            self._stagings.setdefault(message["staging"], {})[rank] = (message["error"], message["seconds"])
+            end = (message["error"], message["seconds"], message["sums"])
+            self._stagings.setdefault(message["staging"], {})[rank] = end
             self.held[rank] = held_of(message["held"])
         elif not self._keep(message):
             return

@@ -180,6 +180,21 @@ def _greedy(new_tokens: int) -> list[int]:
     return tokens
 
 
+async def test_ranks_whose_weights_are_packed_receive_whole_versions_and_say_so(
+    engine: VllmEngine, node: Node, caplog: pytest.LogCaptureFixture
+) -> None:
+    for has_room in (True, False):  # for a whole version beside the live one
+        engine._planned, engine.streams_whole = "", not has_room
+        offered = offer(node.folder / str(has_room), 0, MODELS[0])
+        with caplog.at_level("WARNING"):
+            await engine.stage(offered)
+            report = await engine.swap(offered.header.version)
+        entry = [entry for entry in caplog.records if "whole versions" in entry.message][-1]
+        assert "its weight was repacked into another form" in entry.reason
+        assert report.path == ("layerwise" if has_room else "bucketed")
+    engine.bucketed = engine.streams_whole = False
+
+
 async def test_weights_that_are_pulled_change_on_both_hosts_between_the_same_two_tokens(engine: VllmEngine) -> None:
     running = asyncio.ensure_future(variant_of(engine).generate(request(samples=1, new_tokens=60)))
 

@@ -74,8 +74,11 @@ class CopyPlan:
         fills: Sequence[Fill],
         sources: Sequence[torch.UntypedStorage],
         destinations: Sequence[torch.UntypedStorage],
+        recorded: Sequence[Copy] = (),
     ) -> None:
         self.copies = tuple(copies)
+        self.recorded = tuple(recorded)
+        """The copies as the loader made them, each of one tensor."""
         self.fills = tuple(fills)
         self._sources = tuple(sources)
         self._destinations = tuple(destinations)
@@ -87,6 +90,10 @@ class CopyPlan:
     @property
     def nbytes(self) -> int:
         return sum(copy.destination.nbytes for copy in self.copies)
+
+    def over(self, copies: Sequence[Copy], sources: Sequence[torch.UntypedStorage]) -> "CopyPlan":
+        """Return ``copies`` from ``sources`` with this plan's fills, to its destinations."""
+        return CopyPlan(copies, self.fills, sources, self._destinations)
 
     @property
     def parts(self) -> int:

@@ -63,7 +63,8 @@ def trace(load: Load, tensors: Tensors, parameters: Tensors, buffers: Tensors = 
     _run(load, tensors, recorder, {**buffers, **parameters}, held)
     regions = {name: recorder.destinations.region(tensor) for name, tensor in held.items()}
     _prove_coverage((*recorder.copies, *recorder.fills), regions, optional=buffers.keys() - parameters.keys())
-    return CopyPlan(coalesced(recorder.copies), recorder.fills, recorder.sources.kept, recorder.destinations.kept)
+    copies, sides = coalesced(recorder.copies), (recorder.sources.kept, recorder.destinations.kept)
+    return CopyPlan(copies, recorder.fills, *sides, recorder.copies)
 
 
 def first_cut(read: Iterable[Region], tensors: Mapping[str, Region]) -> str:

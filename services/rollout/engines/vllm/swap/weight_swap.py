@@ -7,6 +7,7 @@
                                        refused, with reason ─▶ path "layerwise": swap = vLLM reloads layer by layer,
                                                                behind a pause
     stream(buckets, layout)       ──▶ the same two paths without a shadow: bucket after bucket, behind a pause
+    pieces(layout), swap_share    ──▶ the plan over a shadow of this rank's share alone: path "shares"
 
 Plans are also refused if loading derives other state from weights (CPU packing, quantization, MLA's absorbed
 projections, fused experts). Refused weights leave the live ones unchanged; a failed stream or reload leaves them
@@ -31,12 +32,15 @@ from penstock.services.rollout.engines.vllm.swap.reload_repairs import (
     packing_experts_again,
     process_tied,
 )
+from penstock.services.rollout.engines.vllm.swap.share_plan import SharesRefused, packed, pieces_of
 from penstock.shared.errors import WeightsError
+from penstock.shared.weights.format.flat import FlatSnapshot
 from penstock.shared.weights.format.layout import Layout
+from penstock.shared.weights.format.shares import Pieces, Share
 
 log = logging.getLogger(__name__)
 
-Path: TypeAlias = Literal["plan", "layerwise"]
+Path: TypeAlias = Literal["plan", "layerwise", "shares"]
 
 _PLAIN = frozenset({"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"})
 """Methods that use GPU parameters unchanged."""
@@ -57,6 +61,7 @@ class WeightSwapper:
         self._tensors: dict[str, torch.Tensor] = {}
         self._plan: CopyPlan | None = None
         self._layout = ""
+        self._packed: tuple[FlatSnapshot, CopyPlan] | None = None
         self._live: list[torch.Tensor] = []
         self._addresses: list[int] = []
 
@@ -76,7 +81,7 @@ class WeightSwapper:
                 self._check_fit(tensors)
                 reason = str(refused)
         self.path, self.reason = ("layerwise", reason) if plan is None else ("plan", "")
-        self._plan, self._tensors, self._layout = plan, dict(tensors), ""
+        self._plan, self._tensors, self._layout, self._packed = plan, dict(tensors), "", None
         self._live = list(self._model.parameters())
         self._addresses = [parameter.data_ptr() for parameter in self._live]
         self._say()
@@ -109,8 +114,36 @@ class WeightSwapper:
         self.torn = False
         return copied
 
+    def pieces(self, layout: Layout) -> Pieces:
+        """Return what the plan reads of ``layout``; raises WeightsError without a plan, with the reason."""
+        if self._layout != layout.digest:
+            self.prepare(_meta_views(layout))
+            self._layout = layout.digest
+        if self._plan is None:
+            raise WeightsError(self.reason)
+        return pieces_of(self._plan, len(layout.bucket_bytes))
+
+    def swap_share(self, share: Share, shadow: FlatSnapshot) -> tuple[Path, int]:
+        """Make a packed ``shadow`` live; return the path and the bytes. Only enqueues copies. Raises WeightsError."""
+        self.prepare(self._tensors)
+        self._layout = shadow.layout_digest
+        if self._packed is None or self._packed[0] is not shadow:
+            try:
+                if self._plan is None:
+                    raise SharesRefused(self.reason)
+                self._packed = (shadow, packed(self._plan, share, shadow.buckets))
+            except SharesRefused as refused:
+                raise WeightsError(f"this rank's share does not fit its model: {refused}") from refused
+        self.torn = True
+        with torch.inference_mode(False):
+            copied = self._packed[1].replay()
+        self.torn = False
+        return "shares", copied
+
     def differences(self) -> int | None:
         """Return how many copies differ bitwise from the shadow, or None without a plan or shadow; slow, for tests."""
+        if self._packed is not None:
+            return self._packed[1].differences()
         return None if self._plan is None or self._layout else self._plan.differences()
 
     def compare(self, buckets: Iterable[tuple[int, torch.Tensor]]) -> int | None:
