@@ -6,14 +6,15 @@ after the other, each for at most :data:`_PROBE_S` and :data:`_MOST_BYTES`.
 
 import asyncio
 import contextlib
+import functools
 import statistics
 import time
 from collections.abc import Awaitable, Callable, Iterator
 
 from penstock.shared.bus.bus import Bus
 from penstock.shared.bus.stores.policy.ledger import Ledger
-from penstock.shared.bus.stores.replicas.heartbeats import heartbeats
-from penstock.shared.bus.stores.replicas.run_secret import SECRET
+from penstock.shared.bus.stores.replicas.heartbeats import echo, heartbeats
+from penstock.shared.bus.stores.replicas.run_secret import known_secret
 from penstock.shared.errors import BusUnavailable, PeerError, SettingsError
 from penstock.shared.peers import frames
 from penstock.shared.peers.handshake import introduce
@@ -33,12 +34,9 @@ async def links(url: str, run_id: str) -> list[Finding]:
     except (BusUnavailable, SettingsError) as error:
         return [Finding("link to the bus", False, str(error))]
     try:
-
-        async def echo(nbytes: int) -> None:
-            await (bus.ask("ECHO", bytes(nbytes)) if nbytes else bus.ask("PING"))
-
-        to_bus = passed("link to the bus", await _measured(echo, _ECHO_BYTES, 2 * _ECHO_BYTES))
-        secret, peers = await bus.get(SECRET) or b"", await _sources(bus)
+        measured = await _measured(functools.partial(echo, bus), _ECHO_BYTES, 2 * _ECHO_BYTES)
+        to_bus = passed("link to the bus", measured)
+        secret, peers = await known_secret(bus), await _sources(bus)
     except BusUnavailable as error:
         return [Finding("link to the bus", False, str(error))]
     finally:

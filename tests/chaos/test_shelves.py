@@ -1,5 +1,6 @@
 """A run whose payloads are all on shelves: kills lose nothing, and what is lost with every copy is generated again."""
 
+import functools
 import shutil
 import signal
 from pathlib import Path
@@ -36,7 +37,7 @@ async def test_killed_holders_lose_nothing_and_lost_copies_only_their_groups(tmp
         await run.more_steps(bus, 2)
         await run.until(lambda: _claims(bus))
         for name in ("rollout-0", "rollout-1"):
-            await run.until(lambda name=name: run.send(name, signal.SIGKILL))
+            await run.until(functools.partial(run.send, name, signal.SIGKILL))
             shutil.rmtree(run.folder / "shelf" / name, ignore_errors=True)
             await run.more_steps(bus, 2)
         assert await _lost(bus) == 0, "each payload of a host that is gone has a copy elsewhere"

@@ -78,4 +78,8 @@ def offered(source: WeightSource, snapshot: FlatSnapshot) -> PolicyRecord:
 def receiving() -> Callable[[Offer], None]:
     """Return a real receiver of offers, for an engine without weights."""
     receiver = Receiver(1, 1, CPU)
-    return lambda offer: receiver.receive(offer, FlatSnapshot(offer.layout, CPU))
+
+    def receive(offer: Offer) -> None:
+        receiver.receive(offer, FlatSnapshot(offer.layout, CPU))
+
+    return receive

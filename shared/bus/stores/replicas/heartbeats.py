@@ -165,6 +165,11 @@ async def count_replicas(bus: Bus) -> int:
     return int(await bus.ask("SCARD", SERVICES))
 
 
+async def echo(bus: Bus, nbytes: int) -> None:
+    """Send ``nbytes`` to the bus's server and back."""
+    await (bus.ask("ECHO", bytes(nbytes)) if nbytes else bus.ask("PING"))
+
+
 _HEARTBEAT = TypeAdapter(Heartbeat)
 
 

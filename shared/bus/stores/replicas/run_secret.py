@@ -13,6 +13,11 @@ from penstock.shared.bus.keys import key
 SECRET = key("secret", "string", "the run's", "the secret by which processes of the run authenticate each other")
 
 
+async def known_secret(bus: Bus) -> bytes:
+    """Return the run's secret; empty if it has none."""
+    return await bus.get(SECRET) or b""
+
+
 class RunSecret:
     """The run's secret, in no settings, arguments or logs; empty until :meth:`refresh` has returned."""
 

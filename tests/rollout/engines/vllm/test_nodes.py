@@ -190,7 +190,7 @@ async def test_ranks_whose_weights_are_packed_receive_whole_versions_and_say_so(
             await engine.stage(offered)
             report = await engine.swap(offered.header.version)
         entry = [entry for entry in caplog.records if "whole versions" in entry.message][-1]
-        assert "its weight was repacked into another form" in entry.reason
+        assert "its weight was repacked into another form" in vars(entry)["reason"]
         assert report.path == ("layerwise" if has_room else "bucketed")
     engine.bucketed = engine.streams_whole = False
 
