@@ -74,6 +74,28 @@ def test_a_draw_is_determined_by_seed_and_position(draw: Draw) -> None:
     assert int((first == later).sum()) < 8
 
 
+def test_kernels_are_compared_before_they_are_used(interpreted: Callable[..., Any]) -> None:
+    assert interpreted(_comparisons) == [True, False, False]
+
+
+def _comparisons() -> list[bool]:
+    from penstock.services.rollout.engines.vllm.decoding import one_pass_sampler
+
+    cpu, right = torch.device("cpu"), one_pass_sampler.draw
+    made = [one_pass_sampler.is_right(cpu, 5000)]
+    for tokens, nats in ((0, 1e-3), (5000, 0.0)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(
+                one_pass_sampler,
+                "draw",
+                lambda *given, tokens=tokens, nats=nats: tuple(
+                    values + more for values, more in zip(right(*given), (tokens, nats), strict=True)
+                ),
+            )
+            made.append(one_pass_sampler.is_right(cpu, 5000))
+    return made
+
+
 class _Sampler:
     """Has the parts of vLLM's sampler that are used, which needs a GPU; its logits processing divides by two."""
 

@@ -24,7 +24,7 @@ import triton.language as tl
 _BLOCK = tl.constexpr(4096)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _reduce_blocks(logits, stride, parts_2nB, vocabulary):  # type: ignore[no-untyped-def]
     row, block, blocks = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     place = block * _BLOCK + tl.arange(0, _BLOCK)
@@ -90,6 +90,18 @@ def draw(logits_nV: torch.Tensor, seed_n: torch.Tensor, position_n: torch.Tensor
     several = triton.next_power_of_2(blocks)
     _draw[(rows,)](logits_nV, stride, seed_n, position_n, parts_2nB, token_n, vocabulary, BLOCKS=several, num_warps=8)
     return token_n, parts_2nB[0, :, 0]  # where the row's logprob replaces a maximum
+
+
+def is_right(device: torch.device, vocabulary: int) -> bool:
+    """Compile the kernels for ``vocabulary``, and compare logprobs with PyTorch's in float64."""
+    generator = torch.Generator(device).manual_seed(0)
+    logits_nV = torch.randn(4, vocabulary, device=device, generator=generator).to(torch.bfloat16)
+    place_n = torch.arange(4, device=device)
+    token_n, logprob_n = draw(logits_nV, place_n, place_n)
+    if not bool(((token_n >= 0) & (token_n < vocabulary)).all()):
+        return False
+    expected_n = logits_nV.double().log_softmax(1).gather(1, token_n.unsqueeze(1)).squeeze(1)
+    return torch.allclose(logprob_n.double(), expected_n, rtol=1e-5, atol=1e-5)
 
 
 Drawn = tuple[torch.Tensor, torch.Tensor, torch.Tensor]

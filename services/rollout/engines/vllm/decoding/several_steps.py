@@ -13,6 +13,7 @@ asked for it. For vLLM 0.26 and its newer runner ("V2"), alone on one GPU; elsew
 
 import copy
 import functools
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,6 +22,8 @@ import torch
 
 from penstock.services.rollout.engines.vllm.arguments import release
 from penstock.services.rollout.engines.vllm.scheduling.plain_decoding import TOKENS_EACH, UNWAITED
+
+log = logging.getLogger(__name__)
 
 _SAMPLER = "vllm.v1.worker.gpu.sample.sampler"
 """Others draw in their own way."""
@@ -45,9 +48,15 @@ def quick_sampler(worker: Any) -> Callable[..., Any] | None:
     """Return :func:`one_pass_sampler.one_pass` of ``worker``'s sampler, or None where vLLM draws."""
     if not _is_known(worker) or type(worker.model_runner.sampler).__module__ != _SAMPLER:
         return None
-    from penstock.services.rollout.engines.vllm.decoding.one_pass_sampler import one_pass
+    from penstock.services.rollout.engines.vllm.decoding.one_pass_sampler import is_right, one_pass
 
-    return one_pass(worker.model_runner.sampler)
+    try:
+        if is_right(worker.device, worker.model_runner.vocab_size):
+            return one_pass(worker.model_runner.sampler)
+        log.warning("the one-pass sampler differs from PyTorch's logprobs here: vLLM draws")
+    except Exception:  # of a compiler
+        log.warning("the one-pass sampler does not compile here: vLLM draws", exc_info=True)
+    return None
 
 
 def take_several_steps(worker: Any) -> None:
