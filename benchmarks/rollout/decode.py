@@ -10,7 +10,7 @@ One engine runs them alternately. On a GPU: Qwen2-0.5B's shape in bfloat16, rand
 Prints median ``ratio`` (captured / none), ``native_ratio`` (vLLM / none), ``max_abs_difference`` (nats). ``--engines``:
 by number of engines and of sequences tokens per second, ``gpu`` and ``step_ms``, milliseconds in which each sequence
 grows by a token, its prompt included; ``over_first``, ratio to the first number of engines with the most sequences.
-``vllm`` is one engine with vLLM's own scheduler.
+``single`` is one engine with steps of one token, drawn by vLLM's sampler; ``vllm`` that one with vLLM's own scheduler.
 """
 
 import argparse
@@ -162,7 +162,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument(
-        "--engines", nargs="+", choices=(*map(str, range(1, 9)), "auto", "vllm"), help="engines on one GPU"
+        "--engines", nargs="+", choices=(*map(str, range(1, 9)), "auto", "single", "vllm"), help="engines on one GPU"
     )
     parser.add_argument(
         "--groups", nargs="+", type=int, help="with --engines: of 8 samples on a GPU (default 64), 4 on a CPU (8)"

@@ -1,6 +1,6 @@
 """Decode throughput with several vLLM engines on one GPU (``benchmarks.rollout.decode --engines``).
 
-Fixed numbers share engines that start once; ``auto`` and ``vllm`` start separately.
+Fixed numbers share engines that start once; ``auto``, ``single`` and ``vllm`` start separately.
 """
 
 import asyncio
@@ -19,18 +19,30 @@ from benchmarks.rollout.policy import PROMPT_TOKENS, put, random_policy
 from benchmarks.shapes import SHAPES
 from penstock.services.rollout.engines.engine import Engine, GenerationRequest
 from penstock.services.rollout.engines.vllm.arguments import check_version, gather
+from penstock.services.rollout.engines.vllm.scheduling import plain_decoding
 from penstock.services.rollout.engines.vllm.several.engine_set import EngineSet
 from penstock.services.rollout.engines.vllm.several.gpu import sharing
 from penstock.services.rollout.engines.vllm.several.start import open_engines
+from penstock.services.rollout.engines.vllm.worker import WorkerExtension
 from penstock.shared.bus.messages import Sampling
+
+
+class SingleSteps(WorkerExtension):
+    """Takes steps of one token, drawn by vLLM's sampler."""
+
+    def penstock_open(self, *given: Any) -> dict[str, Any]:
+        plain_decoding.MOST_EACH = 1
+        opened = super().penstock_open(*given)
+        self._policy.tap._quick = None
+        return opened
 
 
 class EngineComparison:
     """The same work for different numbers of engines and of groups.
 
     Args:
-        counts: numbers of engines; ``"auto"``; ``"vllm"``, one engine with vLLM's own scheduler. The latter two are
-            measured with the most groups.
+        counts: numbers of engines; ``"auto"``; ``"single"``, one engine with :class:`SingleSteps`; ``"vllm"``, that one
+            with vLLM's own scheduler. The latter three are measured with the most groups.
         groups: default: 64 on a GPU, 8 on a CPU.
         shape: default: 0.5b on a GPU, tiny on a CPU.
     """
@@ -45,7 +57,7 @@ class EngineComparison:
     ) -> None:
         self._folder, self._rounds = folder, rounds
         self._fixed = [int(count) for count in counts if count.isdigit()]
-        self._auto, self._theirs = "auto" in counts, "vllm" in counts
+        self._auto, self._single, self._theirs = ("auto" in counts, "single" in counts, "vllm" in counts)
         self._on_gpu = torch.cuda.device_count() > 0
         self._samples, self._new_tokens = (8, 512) if self._on_gpu else (4, 64)
         self._groups = sorted(groups or [64 if self._on_gpu else 8])
@@ -61,9 +73,12 @@ class EngineComparison:
         measured = await self._measure_fixed() if self._fixed else {}
         if self._auto:
             measured["auto"] = await self._measure_alone("auto")
+        single = {"worker_extension_cls": f"{SingleSteps.__module__}.{SingleSteps.__name__}"}
+        if self._single:
+            measured["single"] = await self._measure_alone(1, **single)
         if self._theirs:
             kind = "async_scheduler.AsyncScheduler" if self._on_gpu else "scheduler.Scheduler"
-            measured["vllm"] = await self._measure_alone(1, scheduler_cls=f"vllm.v1.core.sched.{kind}")
+            measured["vllm"] = await self._measure_alone(1, scheduler_cls=f"vllm.v1.core.sched.{kind}", **single)
         return {
             "over_first": self._over_first(measured["engines"]) if self._fixed else {},
             **measured,

@@ -29,13 +29,24 @@ def draw_alike(runner: Any) -> None:
 
 
 class RunnerTap:
-    """Feed ``record`` from ``runner``; hand finished requests to ``deliver``. Without ``logits``, only count tokens."""
+    """Feed ``record`` from ``runner``; hand finished requests to ``deliver``. Without ``logits``, only count tokens.
 
-    def __init__(self, runner: Any, record: TokenRecord, deliver: Callable[[Finished], None], logits: bool) -> None:
+    ``quick`` draws for the sampler of "V2": see :func:`decoding.one_pass_sampler.one_pass`.
+    """
+
+    def __init__(
+        self,
+        runner: Any,
+        record: TokenRecord,
+        deliver: Callable[[Finished], None],
+        logits: bool,
+        quick: Callable[..., Any] | None = None,
+    ) -> None:
         self._runner = runner
         self._record = record
         self._deliver = deliver
         self._logits = logits
+        self._quick = quick
         self._scheduled: dict[str, int] = {}
         self.listening = True
         """If False, later requests are not recorded; for measurements."""
@@ -97,6 +108,11 @@ class RunnerTap:
 
     def _around_new_sampler(self, sample: Callable[..., Any]) -> Callable[..., Any]:
         def sample_tokens(*arguments: Any, **named: Any) -> Any:
+            drawn = None if self._quick is None else self._quick(*arguments, **named)
+            if drawn is not None:
+                tokens, logits, logprobs = drawn
+                self._record.store_logprobs(logprobs)
+                return tokens, logits
             tokens, logits = sample(*arguments, **named)
             self._record.store(logits, tokens)
             return tokens, logits

@@ -174,6 +174,13 @@ class TokenRecord:
             self._logprobs.scatter_(0, index_n, token_logprobs(logits_nV, token_n.view(-1)))
             self._store_supports(logits_nV)
 
+    @torch.inference_mode()
+    def store_logprobs(self, logprob_n: torch.Tensor) -> None:
+        """Record logprobs, if a :meth:`step` was announced, of requests without truncated sampling."""
+        index_n, self._index_n = self._index_n, None
+        if index_n is not None:
+            self._logprobs.scatter_(0, index_n, logprob_n)
+
     def _store_supports(self, logits_nV: torch.Tensor) -> None:
         announced, self._truncated = self._truncated, []
         if not announced:

@@ -30,6 +30,7 @@ import torch
 
 from penstock.services.rollout.engines.vllm import start_report
 from penstock.services.rollout.engines.vllm.arguments import check_windows
+from penstock.services.rollout.engines.vllm.decoding.several_steps import quick_sampler, split_less, take_several_steps
 from penstock.services.rollout.engines.vllm.ladder import Ladder, storages, tensors
 from penstock.services.rollout.engines.vllm.multihost.hosts import secret_of
 from penstock.services.rollout.engines.vllm.multihost.stores import bind_stores
@@ -115,7 +116,9 @@ class PolicyWorker:
             draw_alike(worker.model_runner)
         if self._rank == 0:  # tensor-parallel ranks draw the same tokens
             self.record = TokenRecord(self._device, logprobs=not self.refusal)
-            self.tap = RunnerTap(worker.model_runner, self.record, self._deliver, logits=not self.refusal)
+            quick = quick_sampler(worker)
+            self.tap = RunnerTap(worker.model_runner, self.record, self._deliver, not self.refusal, quick)
+        take_several_steps(worker)
 
     def describe(self) -> dict[str, Any]:
         """Return this rank's data; ``policy_bytes`` approximates the whole policy."""
@@ -307,6 +310,7 @@ class WorkerExtension:
     def __new__(cls, *_: Any, **__: Any) -> "WorkerExtension":
         worker = super().__new__(cls)
         warm_up_own_routers(worker)
+        split_less()
         start_report.report(worker)
         return worker
 

@@ -5,13 +5,18 @@ import dataclasses
 import random
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from benchmarks.rollout.scheduling import BLOCK_SIZE, output, request, scheduler, scheduler_config
+from penstock.services.rollout.engines.vllm.decoding.several_steps import SeveralSteps
 from penstock.services.rollout.engines.vllm.scheduling.plain_decoding import (
     _MORE_OF_A_STEP,
+    MOST_EACH,
+    TOKENS_EACH,
     plain_decoding,
     slower_decoder,
 )
@@ -86,7 +91,10 @@ class Side:
             return
         step, draws = self._under_way.pop(0)
         tokens = {name: [lot.randrange(VOCABULARY)] if draws[name] else [] for name in sorted(draws)}
-        for client in self.scheduler.update_from_output(step, output(step, tokens)).values():
+        self.take(self.scheduler.update_from_output(step, output(step, tokens)))
+
+    def take(self, outputs: dict[int, Any]) -> None:
+        for client in outputs.values():
             for made in client.outputs:
                 self.sent[made.request_id] += made.new_token_ids
                 if made.finish_reason is not None:
@@ -185,6 +193,97 @@ def test_steps_tokens_and_state_are_vllms(vllm_config: Any, blocks: int, newer_r
     assert planned.count(True) > len(planned) / 10
     assert ours.looked_at < theirs.looked_at / 2
     assert ours.allocations < theirs.allocations / 2
+
+
+class Device:
+    """A model runner whose tokens depend on their request and place alone, and a scheduler with two steps under way."""
+
+    def __init__(self, kind: Any, config: Any, blocks: int) -> None:
+        self.side = Side(kind, config, blocks)
+        self.side.scheduler.use_v2_model_runner = True
+        self._prompts: dict[str, int] = {}
+        self._under_way: list[tuple[Any, Any]] = []
+        self.tokens_of_steps: list[int] = []
+        SeveralSteps(self)
+
+    def add(self, name: str, prompt: list[int], sampling: dict[str, Any]) -> None:
+        self._prompts[name] = len(prompt)
+        self.side.add(name, prompt, sampling)
+
+    def step(self) -> None:
+        step = self.side.scheduler.schedule()
+        self.execute_model(step)
+        self._under_way.append((step, self.sample_tokens(None)))
+        self.tokens_of_steps.append(getattr(step, TOKENS_EACH, 1))
+        if len(self._under_way) == 2:
+            step, drawn = self._under_way.pop(0)
+            self.side.take(self.side.scheduler.update_from_output(step, drawn.get_output()))
+
+    def execute_model(self, step: Any) -> None:
+        cached = step.scheduled_cached_reqs
+        computed = {new.req_id: new.num_computed_tokens for new in step.scheduled_new_reqs}
+        computed |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        self._step, self._places = step, {}
+        for name, count in step.num_scheduled_tokens.items():
+            self._places[name] = computed[name] + count
+            blocks = self.side.scheduler.kv_cache_manager.get_block_ids(name)[0]
+            assert self._places[name] <= min(LONGEST, len(blocks) * BLOCK_SIZE)
+
+    def sample_tokens(self, _: Any) -> Any:
+        tokens = {
+            name: []
+            if self.side.scheduler.requests[name].is_prefill_chunk
+            else [random.Random(f"{name} {place - self._prompts[name]}").randrange(VOCABULARY)]
+            for name, place in self._places.items()
+        }
+        made, device_is_done = output(self._step, tokens), SimpleNamespace(query=lambda: True, synchronize=lambda: None)
+        array = np.array([(*drawn, 0)[:1] for drawn in tokens.values()]).reshape(-1, 1)
+        return SimpleNamespace(sampled_token_ids=array, copy_event=device_is_done, get_output=lambda: made)
+
+
+@pytest.mark.parametrize("blocks", [2000, 40])
+@pytest.mark.parametrize("seed", range(3))
+def test_several_tokens_in_a_step_give_the_same_completions(vllm_config: Any, blocks: int, seed: int) -> None:
+    """With requests that are taken back, preempted ones, and a reset of the cache that discards what is under way."""
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+
+    from penstock.services.rollout.engines.vllm.scheduling.schedulers import HoldingAsyncScheduler
+
+    ours, theirs = (Device(kind, vllm_config, blocks) for kind in (HoldingAsyncScheduler, AsyncScheduler))
+    lot, number, aborted = random.Random(seed), 0, set()
+    stems = [[lot.randrange(2, VOCABULARY) for _ in range(length)] for length in (1, 16, 31, 40, 100)]
+    while number < 400 or ours.side.scheduler.requests or theirs.side.scheduler.requests:
+        number += 1
+        assert number < 10_000, "requests do not end"
+        if number < 400 and lot.random() < 0.06:
+            name, prompt, sampling = _work(lot, stems, number)
+            for sample in range(lot.choice([1, 4])):
+                for device in (ours, theirs):
+                    device.add(f"{name}-{sample}", prompt, sampling)
+        if lot.random() < 0.02 and theirs.side.scheduler.requests:
+            aborted.add(name := lot.choice(list(theirs.side.scheduler.requests)))
+            for device in (ours, theirs):
+                device.side.abort(name)
+        for device in (ours, theirs):
+            if number % 97 == 0:
+                device.side.scheduler.reset_prefix_cache(reset_running_requests=True)
+            device.step()
+    assert set(ours.side.ends) >= theirs.side.ends.keys() - aborted
+    for name in theirs.side.ends.keys() - aborted:
+        assert (ours.side.ends[name], ours.side.sent[name]) == (theirs.side.ends[name], theirs.side.sent[name])
+    assert ours.tokens_of_steps.count(MOST_EACH) > 20
+    free = ours.side.state()["free"]
+    assert len(free) == len(theirs.side.state()["free"])
+
+
+def test_steps_have_more_tokens_only_where_python_is_slower_than_the_device(vllm_config: Any) -> None:
+    from penstock.services.rollout.engines.vllm.scheduling.schedulers import HoldingAsyncScheduler
+
+    plain = scheduler(HoldingAsyncScheduler, vllm_config, 100)._plain
+    for unwaited, tokens in ((None, 1), (False, 1), (True, MOST_EACH)):
+        for _ in range(500):
+            plain._adapt(unwaited)
+        assert plain.tokens_each == tokens
 
 
 @pytest.mark.parametrize("name", [*_MORE_OF_A_STEP, "num_lookahead_tokens"])

@@ -10,6 +10,9 @@ block of KV cache that it has. Then three things are shorter here, with the same
       allocate_slots     nothing to allocate or to cache: vLLM's empty answer
     update_from_output   tokens of plain requests are appended here, vLLM's loop sees only the others
 
+Where Python is slower than the device nevertheless, a step of plain requests has several tokens of each, which
+``decoding/several_steps.py`` draws one after another; those after a request's end are discarded.
+
 Whatever is not plain goes to vLLM. Used for one group of full attention, with the releases in ``COMPARED``, of which
 tests compare every state with vLLM's own; other releases and models are scheduled by vLLM alone.
 
@@ -20,6 +23,13 @@ import copy
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+TOKENS_EACH, UNWAITED = "penstock_tokens_each", "penstock_unwaited"
+"""Attributes of a step (the tokens of each request, if several) and of its output (whether it was ready before Python
+asked for it)."""
+MOST_EACH = 8
+"""Maximum tokens of a request in a step; a request that ends wastes up to twice as many, and updates wait as long."""
+_PATIENCE = 32
+"""Steps in a row whose outputs were ready, after which steps get more tokens."""
 COMPARED = {(0, 26): "async_tokens_to_discard", (0, 32): "num_stale_output_tokens"}
 """Releases of vLLM, and what a request of each calls its tokens that were drawn before it was preempted."""
 
@@ -32,7 +42,7 @@ _MORE_OF_A_STEP = (
 """Of a scheduler: whatever looks at each token beside it."""
 _WAITING = ("waiting", "skipped_waiting", "kv_holding_waiting", "deferred_waiting")
 """A scheduler's queues; a release has some of them."""
-_TOKENS_ONLY = frozenset({"req_ids", "req_id_to_index", "sampled_token_ids", "cudagraph_stats"})
+_TOKENS_ONLY = frozenset({"req_ids", "req_id_to_index", "sampled_token_ids", "cudagraph_stats", UNWAITED})
 """Of vLLM's ``ModelRunnerOutput``."""
 
 
@@ -104,28 +114,35 @@ class PlainDecoding:
         self._stale = stale
         self._most_held = most_held
         self._known: dict[str, _Request] = {}
+        self._unwaited = 0
+        self.tokens_each = 1
+        """Tokens of a request in a step."""
 
     def schedule(self, scheduler: Any, theirs: Callable[[], Any]) -> Any:
         """Return the next step, by ``theirs``, vLLM's ``schedule``, unless all is plain."""
         planned = self._planned(scheduler)
         if planned is None:
             return theirs()
+        requests, changed, tokens = planned
         allocate, nothing = self._cache.manager.allocate_slots, self._cache.manager.empty_kv_cache_blocks
-        blocks = [allocate(request, 1, **_RUNNING_CALL) if changes else nothing for request, changes in planned]
+        blocks = [
+            allocate(request, tokens, **_RUNNING_CALL) if request.request_id in changed else nothing
+            for request in requests
+        ]
         running, scheduler.running = scheduler.running, []
         try:
             step = theirs()
         finally:
             scheduler.running = running
-        names = [request.request_id for request, _ in planned]
-        step.num_scheduled_tokens = dict.fromkeys(names, 1)
-        step.total_num_scheduled_tokens = len(names)
+        names = [request.request_id for request in requests]
+        step.num_scheduled_tokens = dict.fromkeys(names, tokens)
+        step.total_num_scheduled_tokens = tokens * len(names)
         cached = step.scheduled_cached_reqs
         cached.req_ids = names
         cached.new_block_ids = [None if new is nothing else new.get_block_ids(allow_none=True) for new in blocks]
-        cached.num_computed_tokens = [request.num_computed_tokens for request, _ in planned]
+        cached.num_computed_tokens = [request.num_computed_tokens for request in requests]
         cached.num_output_tokens = [
-            len(request._output_token_ids) + request.num_output_placeholders for request, _ in planned
+            len(request._output_token_ids) + request.num_output_placeholders for request in requests
         ]
         if step.num_common_prefix_blocks:
             step.num_common_prefix_blocks = self._cache.manager.get_num_common_prefix_blocks(running[0].request_id)
@@ -134,10 +151,15 @@ class PlainDecoding:
         if scheduler.defer_block_free:
             scheduler.sched_step_seq += 1
         scheduler._update_after_schedule(step)
+        if tokens > 1:
+            setattr(step, TOKENS_EACH, tokens)
+            for request in requests:
+                request.num_output_placeholders += tokens - 1  # vLLM has added one
         return step
 
-    def _planned(self, scheduler: Any) -> list[tuple[Any, bool]] | None:
-        """Return a step's requests, each with whether the cache has to change, or None if anything is not plain."""
+    def _planned(self, scheduler: Any) -> tuple[list[Any], set[str], int] | None:
+        """Return a step's requests, those of which the cache has to change, and the tokens of each, or None if anything
+        is not plain."""
         running = scheduler.running
         if (
             not 0 < len(running) <= scheduler.max_num_scheduled_tokens
@@ -145,15 +167,16 @@ class PlainDecoding:
             or any(getattr(scheduler, queue, None) for queue in _WAITING)
         ):
             return None
-        known_of, requests, redirected = self._known, scheduler.requests, self._cache.redirected
+        known_of, requests, cache = self._known, scheduler.requests, self._cache
         before = None if scheduler.use_v2_model_runner else scheduler.prev_step_scheduled_req_ids
-        most = self._cache.manager.max_model_len - 2
-        planned: list[tuple[Any, bool]] = []
-        most_blocks = 0
+        most = cache.manager.max_model_len - 2
+        planned: list[Any] = []
+        longest = left = 0
         for request in running:
             name, computed = request.request_id, request.num_computed_tokens
             placeholders, tokens = request.num_output_placeholders, len(request._all_token_ids)
-            if placeholders > 0 and computed + 2 - placeholders >= request.num_prompt_tokens + request.max_tokens:
+            to_come = request.num_prompt_tokens + request.max_tokens - tokens - placeholders
+            if placeholders > 0 and to_come <= 0:
                 continue  # its last token is under way
             if (
                 name not in known_of
@@ -165,12 +188,20 @@ class PlainDecoding:
                 or (before is not None and name not in before)
             ):
                 return None
-            changes = not self._cache.is_ready(name, computed + 1, tokens)
-            most_blocks += changes + (name in redirected)
-            planned.append((request, changes))
-        if not planned or most_blocks > self._cache.manager.block_pool.get_num_free_blocks():
+            longest, left = max(longest, computed), max(left, to_come)
+            planned.append(request)
+        if not planned:
             return None
-        return planned
+        tokens = min(self.tokens_each, most + 1 - longest, max(left, 1))
+        changed = {
+            request.request_id
+            for request in planned
+            if not cache.is_ready(request.request_id, request.num_computed_tokens + tokens, len(request._all_token_ids))
+        }
+        redirected = sum(request.request_id in cache.redirected for request in planned) if cache.redirected else 0
+        if len(changed) + redirected > cache.manager.block_pool.get_num_free_blocks():
+            return None
+        return planned, changed, tokens
 
     def others(self, step: Any, output: Any, held: Mapping[str, list[int]], requests: Mapping[str, Any]) -> Any:
         """Append tokens of plain requests to them and to ``held``; return ``step`` with the other requests.
@@ -183,12 +214,29 @@ class PlainDecoding:
         """
         if step.scheduled_spec_decode_tokens or not has_only_tokens(output):
             return step
+        self._adapt(getattr(output, UNWAITED, None))
+        self._discount(step, requests)
         others = self._others(step.num_scheduled_tokens, output, held, requests)
         if len(self._known) > len(requests):  # some ended
             self._known = {name: known for name, known in self._known.items() if name in requests}
         rest = copy.copy(step)
         rest.num_scheduled_tokens = others
         return rest
+
+    def _adapt(self, unwaited: bool | None) -> None:
+        """Double the tokens of a step where the device is faster than Python."""
+        self._unwaited = self._unwaited + 1 if unwaited else 0
+        if self._unwaited >= _PATIENCE:
+            self.tokens_each, self._unwaited = min(2 * self.tokens_each, MOST_EACH, self._cache.block_size), 0
+
+    def _discount(self, step: Any, requests: Mapping[str, Any]) -> None:
+        """Count the tokens of a step as the one output that vLLM 0.26 discards after a reset of the cache."""
+        several = getattr(step, TOKENS_EACH, 1) - 1
+        if several and self._stale == COMPARED[0, 26]:
+            for name in step.num_scheduled_tokens:
+                request = requests.get(name)
+                if request is not None and request.async_tokens_to_discard:
+                    request.async_tokens_to_discard -= several
 
     def _others(
         self, scheduled: Mapping[str, int], output: Any, held_of: Mapping[str, list[int]], requests: Mapping[str, Any]
@@ -203,36 +251,29 @@ class PlainDecoding:
             known = known_of.get(name)
             if known is None and held is not None:
                 known = self._know(name, requests.get(name))
-            if (
-                known is None
-                or held is None
-                or count != 1
-                or len(held) >= most_held
-                or requests.get(name) is not known.request
-            ):
+            if known is None or held is None or len(held) >= most_held or requests.get(name) is not known.request:
                 others[name] = count
                 continue
             request, output_token_ids, token_ids, stops, last = known
             drawn = sampled[places[name]]
             if (
-                len(drawn) != 1
-                or drawn[0] in stops
-                or len(output_token_ids) >= last
+                len(drawn) != count
+                or not stops.isdisjoint(drawn)
+                or len(output_token_ids) + count > last
                 or request.status is not running
-                or request.num_output_placeholders < 1
+                or request.num_output_placeholders < count
                 or request.events
                 or request.prefill_stats is not None
                 or getattr(request, stale)
             ):
                 others[name] = count
                 continue
-            token = drawn[0]
-            output_token_ids.append(token)
-            token_ids.append(token)
-            held.append(token)
-            request.num_in_flight_tokens -= 1
-            request.num_output_placeholders -= 1
-            if not len(token_ids) % size:
+            output_token_ids += drawn
+            token_ids += drawn
+            held += drawn
+            request.num_in_flight_tokens -= count
+            request.num_output_placeholders -= count
+            if len(token_ids) % size < count:
                 request.update_block_hashes()
             ready = request.num_computed_tokens - request.num_output_placeholders
             if ready // size > cached_blocks.get(name, 0):
