@@ -174,7 +174,7 @@ def no_segments() -> Int32Array:
     return np.zeros((0, 3), dtype=np.int32)
 
 
-@columns(check_samples, late=("segments", "ended", "transcript", "environment_reward", "turn_rewards"))
+@columns(check_samples, late=("segments", "ended", "transcript", "environment_reward", "turn_rewards", "routes"))
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Sample:
     """One completion with its tokens and behavior logprobs.
@@ -222,6 +222,8 @@ class Sample:
         default_factory=no_logprobs
     )
     """Of each sampled segment; empty: none."""
+    routes: Annotated[bytes, FieldLimits(length=1024)] = b""
+    """Claim of the experts of each token on a replica's shelf (``penstock.shared.model.routes``); empty: not recorded."""
 
     @property
     def sampled(self) -> npt.NDArray[np.bool_]:
