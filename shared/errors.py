@@ -9,6 +9,7 @@
     │   ├── BusUnavailable     Redis or Valkey does not answer             → wait with capped backoff, keep what is held
     │   ├── BusFull            it is at its maxmemory                      → admit nothing until memory is free
     │   ├── PeerError          a connection's other end left or misbehaves → the connection is closed
+    │   ├── ShelfLost          no copy of a payload is left                → its group is generated again, counted
     │   └── StoreError         object storage does not answer, or refuses  → the checkpoint stays on disk, retried
     ├── PermanentError         will never work for this message            → the entry is buried with its reason
     │   └── MessageError       bytes that are no message of ours           → the same
@@ -53,6 +54,10 @@ class BusFull(TemporaryError):
 
 class PeerError(TemporaryError):
     """The peer left, timed out, or sent an invalid frame."""
+
+
+class ShelfLost(TemporaryError):
+    """No copy of a payload is left, or none answers."""
 
 
 class StoreError(TemporaryError):

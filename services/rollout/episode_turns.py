@@ -15,12 +15,11 @@ from penstock.shared.bus.messages import PolicyVersion, Purpose
 from penstock.shared.bus.worker import ENDS_PROCESS
 from penstock.shared.errors import NotHere, PeerError, PermanentError
 from penstock.shared.peers import frames
-from penstock.shared.peers.addresses import listen
+from penstock.shared.peers.addresses import listen, reachable
 from penstock.shared.peers.handshake import Newcomers, admit_async
 from penstock.shared.peers.keep_alive import keep_alive
 from penstock.shared.peers.turns import DrawnTurn, TurnRequest, read_request
 from penstock.shared.process.service import Context
-from penstock.shared.weights.transport.sockets import reachable
 
 log = logging.getLogger(__name__)
 

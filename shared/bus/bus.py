@@ -15,8 +15,9 @@ from redis.exceptions import ResponseError
 
 from penstock.shared.bus import streams
 from penstock.shared.bus.assembly import part_of, split
+from penstock.shared.bus.claims import Claims
 from penstock.shared.bus.client import connection
-from penstock.shared.bus.client.commands import Commands, block, rows, text
+from penstock.shared.bus.client.commands import block, rows, text
 from penstock.shared.bus.encoding import wire
 from penstock.shared.bus.keys import ASSEMBLY, COUNTS, GENERATING, PAYLOADS, key
 from penstock.shared.bus.messages import Prompt, RolloutGroup
@@ -90,7 +91,7 @@ class Depth:
     oldest_age_s: float
 
 
-class Bus(Commands):
+class Bus(Claims):
     """One run's streams on one server.
 
     Args:
@@ -265,7 +266,7 @@ class Bus(Commands):
 
     async def _delivered(self, stream: Stream, kind: type[M], answers: Sequence[Any]) -> list[Delivery[M]]:
         taken = [
-            (text(entry_id), int(attempts), int(crashes), _pairs(fields))
+            (text(entry_id), int(attempts), int(crashes), dict(zip(fields[::2], fields[1::2], strict=True)))
             for entry_id, attempts, crashes, fields in answers
             if fields
         ]
@@ -346,7 +347,7 @@ class Bus(Commands):
         return sum([await self.hand_over(delivery, output, sample) for delivery, sample in alone])
 
     async def _hand_over(self, deliveries: Sequence[Delivery[Any]], output: Stream, payload: bytes) -> bool:
-        return await self._finish(deliveries, output, payload) == 1
+        return await self._finish(deliveries, output, await self.shelved(payload, deliveries[0], output)) == 1
 
     async def lose(self, delivery: Delivery[Any], output: Stream, cause: str) -> bool | None:
         """Give up a sample, so that its group is made of the others; False if another consumer was first.
@@ -391,14 +392,16 @@ class Bus(Commands):
         )  # fmt: skip
         return bool(left)
 
-    async def requeue(self, delivery: Delivery[Any], prompt: Prompt, kept: Sequence[bytes] = ()) -> bool:
-        """Send a stale experience's group back to the stream of its prompt.
+    async def requeue(
+        self, delivery: Delivery[Any], prompt: Prompt, kept: Sequence[bytes] = (), reason: str = "requeued"
+    ) -> bool:
+        """Send a group back to the stream of its prompt, counted as ``reason``.
 
         Args:
             kept: the encoded part of each sample; b"" of those to generate again.
         """
         parts = [*kept, *[b""] * (prompt.sampling.samples - len(kept))]
-        given = {**_input(delivery), "payload": wire.encode(prompt), "parts": parts}
+        given = {**_input(delivery), "payload": wire.encode(prompt), "reason": reason, "parts": parts}
         given["source"] = streams.EPISODES if prompt.environment else streams.PROMPTS
         del given["part"]
         return bool(await self.script("requeue", **given))
@@ -492,7 +495,3 @@ def _input(delivery: Delivery[Any]) -> dict[str, Any]:
 
 def _field(delivery: Delivery[Any]) -> str:
     return f"{delivery.stream.name}:{delivery.entry_id}"
-
-
-def _pairs(flat: Sequence[Any]) -> dict[Any, Any]:
-    return dict(zip(flat[::2], flat[1::2], strict=True))

@@ -71,9 +71,9 @@ COUNTS = key(
     "counts",
     "hash",
     "the run's",
-    "`trained`, `dropped:<reason>`, `dead:<stream>`, `requeued`, `lost_samples`: exact (`Bus`)",
+    "`trained`, `dropped:<reason>`, `dead:<stream>`, `requeued`, `unavailable`, `lost_samples`: exact (`Bus`)",
 )
-NO_ENDINGS = ("requeued", "lost_samples")
+NO_ENDINGS = ("requeued", "unavailable", "lost_samples")
 """Counts that are not of groups that ended."""
 
 

@@ -8,6 +8,7 @@
       │            ├── TemporaryError ──▶ given back, tried again after a growing delay, counted as an attempt; after the
       │            │                      last one a sample is lost, if its group can be made without it, or buried
       │            ├── NotHere        ──▶ given back, for anybody at once, not counted
+      │            ├── ShelfLost      ──▶ its group is generated again
       │            ├── PermanentError ──▶ bury
       │            ├── ENDS_PROCESS   ──▶ the process ends; what it held is suspect
       │            └── anything else  ──▶ a bug: logged with its traceback, then as TemporaryError
@@ -38,12 +39,13 @@ from prometheus_client import Counter
 from penstock.shared.backoff import Backoff
 from penstock.shared.bus.assembly import place_of
 from penstock.shared.bus.bus import Bus, Delivery, EntryId
+from penstock.shared.bus.claims import regenerate
 from penstock.shared.bus.crowd import Crowd
 from penstock.shared.bus.encoding import wire
 from penstock.shared.bus.messages import Prompt, RolloutGroup
 from penstock.shared.bus.shares import consumers, pause_s, portion
 from penstock.shared.bus.streams import Stream
-from penstock.shared.errors import Fenced, NotHere, PermanentError, SettingsError, StateLost, TemporaryError
+from penstock.shared.errors import Fenced, NotHere, PermanentError, SettingsError, ShelfLost, StateLost, TemporaryError
 
 log = logging.getLogger(__name__)
 
@@ -270,8 +272,7 @@ class Worker(Generic[In, Out]):
         return [first, *others]
 
     async def _try(self, suspects: Sequence[Delivery[In]]) -> None:
-        task = await self._start(suspects)
-        if task is not None:
+        if (task := await self._start(suspects)) is not None:
             self._tried.add(task)
             task.add_done_callback(self._tried.discard)
 
@@ -369,10 +370,9 @@ class Worker(Generic[In, Out]):
 
     def _finished(self, entries: Sequence[EntryId], task: asyncio.Task[None]) -> None:
         self._let_go(entries, task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            assert self._broken is not None
-            if not self._broken.done():
-                self._broken.set_exception(error)
+        error = None if task.cancelled() else task.exception()
+        if error is not None and self._broken is not None and not self._broken.done():
+            self._broken.set_exception(error)
 
     def _let_go(self, entries: Sequence[EntryId], task: asyncio.Task[None] | None) -> None:
         """Make room for others, unless a later task handles an entry."""
@@ -385,7 +385,11 @@ class Worker(Generic[In, Out]):
     async def _handle(self, delivery: Delivery[In]) -> None:
         handler = self._last if delivery.attempts >= self._patience.max_attempts else self._handler
         try:
-            result = wire.encode(await handler(delivery.message()))
+            whole = dataclasses.replace(delivery, data=await self._bus.whole(delivery.data))
+            result = wire.encode(await handler(whole.message()))
+        except ShelfLost as error:
+            self._leaving.add(delivery.entry_id)
+            await regenerate(self._bus, delivery, error)
         except PermanentError as error:
             await self._bury(delivery, str(error))
         except NotHere as error:
@@ -408,10 +412,8 @@ class Worker(Generic[In, Out]):
         except PermanentError as error:  # the result is longer than the server takes
             await self._give_up(delivery, str(error))
             return
-        if handed_over:
-            self.counts.add(self._source, "handed_over")
-        else:
-            self.counts.add(self._source, "late")
+        self.counts.add(self._source, "handed_over" if handed_over else "late")
+        if not handed_over:
             log.info("late result dropped", extra={"stream": self._source.name, "entry": delivery.entry_id})
 
     async def _note_bug(self, delivery: Delivery[In], error: Exception) -> None:
@@ -457,10 +459,8 @@ class Worker(Generic[In, Out]):
             return
         await self._bus.note_cause(delivery, reason)
         wait_s = Backoff(self._patience.retry_s, self._patience.claim_after_s).wait_s(delivery.attempts)
-        log.warning(
-            "entry will be tried again",
-            extra={"stream": self._source.name, "group": delivery.group_id, "reason": reason, "wait_s": wait_s},
-        )
+        words = {"stream": self._source.name, "group": delivery.group_id, "reason": reason, "wait_s": wait_s}
+        log.warning("entry will be tried again", extra=words)
         await self._give_back(delivery, wait_s, counted=True)
 
     async def _leave(self, deliveries: Sequence[Delivery[In]], reason: str) -> None:
@@ -521,8 +521,8 @@ class Worker(Generic[In, Out]):
         await _cancel(self._held.values())
         if self._broken is not None and self._broken.done():
             await self._bus.leave_suspects(self._source, self._consumer)
-            return
-        await self.hand_back()
+        else:
+            await self.hand_back()
 
 
 def _words(error: BaseException) -> str:

@@ -8,7 +8,7 @@ import psutil
 
 from penstock.shared.errors import SettingsError
 
-_ANY = ("", "0.0.0.0", "::")  # noqa: S104 - named to refuse them, not bound here
+_ANY = ("", "0.0.0.0", "::")  # noqa: S104 - named to tell them apart, not bound here
 
 
 def listen(host: str, port: int, setting: str) -> socket.socket:
@@ -25,6 +25,11 @@ def listen(host: str, port: int, setting: str) -> socket.socket:
             f"could not listen on {host}:{port} ({error}): change {setting}, or set run.host to an address of this machine"
         ) from error
     return listener
+
+
+def reachable(host: str) -> str:
+    """Return the name of a listener on ``host`` for others: this host's own for "any"."""
+    return socket.gethostname() if host in _ANY else host
 
 
 def rendezvous_address(host: str, own: str) -> str:

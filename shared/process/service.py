@@ -42,6 +42,7 @@ from penstock.shared.process.endpoints import Endpoints
 from penstock.shared.process.gpus import held_gpus
 from penstock.shared.process.telemetry import Presence, Status
 from penstock.shared.settings import Settings, load, loads
+from penstock.shared.shelf.shelf import opened
 from penstock.shared.text.redaction import redacted
 from penstock.shared.text.terminal import cut, escaped, escaped_line
 from penstock.shared.traces import TRACES
@@ -171,7 +172,10 @@ async def serve(settings: Settings, service: str, replica: str) -> AsyncIterator
     # a service without heartbeats counts as gone, and hears of no change
     beats.add_done_callback(lambda beats: body.cancel() if _error_of(beats) is not None else None)
     try:
-        async with event_loop.watched():
+        async with (
+            event_loop.watched(),
+            opened(bus, settings, service, replica, own_host(settings), secret) as status.shelf,
+        ):
             yield Context(settings, service, replica, bus, status, stop, live, cordon, secret)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(2.0):

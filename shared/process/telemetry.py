@@ -27,6 +27,7 @@ from penstock.shared.bus.stores.run.functions import Change
 from penstock.shared.bus.streams import EVENTS, MEMORY
 from penstock.shared.process.memory_timeline import MemoryTimeline
 from penstock.shared.process.start_up import StartUp
+from penstock.shared.shelf.shelf import Shelf
 from penstock.shared.text.redaction import redacted
 
 log = logging.getLogger(__name__)
@@ -55,6 +56,7 @@ class Status:
     """``host:port`` of weights for other replicas."""
     turns: str = ""
     """``host:port`` at which a replica draws turns of episodes."""
+    shelf: Shelf | None = None
     settings_revision: int = 0
     taking: bool = True
     failures: dict[str, PartFailure] = dataclasses.field(default_factory=dict)
@@ -137,9 +139,10 @@ class Presence:
             seen_at_s=time.time(),
             memory_bytes=process.memory_info().rss,
             last_error=self._status.last_error[:500],
-            values=dict(self._status.values),
+            values=self._status.values | (self._status.shelf.values if self._status.shelf is not None else {}),
             source=self._status.source,
             turns=self._status.turns,
+            shelf=self._status.shelf.address if self._status.shelf is not None else "",
             settings_revision=self._status.settings_revision,
             taking=self._status.taking,
             starts=starts,

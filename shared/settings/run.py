@@ -85,6 +85,14 @@ class BusSettings(Section):
     `embedded` (a Valkey of its own in the run's folder). Give a URL with a password by PENSTOCK__BUS__URL."""
     drain_s: NonNegativeFloat = Field(default=20.0)
     """Seconds that a stopped service may take to finish its work; the rest returns to the bus."""
+    shelve_above_bytes: NonNegativeInt = Field(default=0)
+    """Size above which a sample or a scored group stays in files of the replicas (`<run folder>/shelf`), and the bus
+    carries its digest and addresses; 0: the bus carries all."""
+    payload_copies: Annotated[int, Field(ge=1, le=4)] = Field(default=2)
+    """Replicas that keep each of them, of several hosts if there are; where fewer can, the bus carries it. With 1, the
+    death of a replica costs its groups a second generation."""
+    shelf_bytes: PositiveInt = Field(default=8 << 30)
+    """Most bytes of them on one replica; the bus carries what finds no room."""
 
 
 class DataSettings(Section):

@@ -16,7 +16,11 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.shared.bus.messages import Float32Array, PolicyVersion, RolloutGroup, Sample
+from penstock.shared.errors import MessageError
+from penstock.shared.settings.rollout import MOST_KEPT
 
+_MOST_DRAWN = 16 * MOST_KEPT
+"""Most tokens that could be drawn at a position, ties included: of a forward pass, every position takes as much memory."""
 Granularity = Literal["mask", "sample", "group"]
 Steps = Mapping[PolicyVersion, int]
 """The committed step of each version; others count as the initial policy."""
@@ -95,3 +99,15 @@ def _context(sample: Sample, step: int, steps_of_versions: Steps, max_lag: int) 
         ends = counts.cumsum()
     lags = [step - steps_of_versions.get(PolicyVersion(version), 0) for version in versions.tolist()]
     return max((end for end, lag in zip(ends.tolist(), lags, strict=True) if lag > max_lag), default=0)
+
+
+def check_supports(group: RolloutGroup) -> None:
+    """Raises MessageError: the tokens that could be drawn are missing, or are more than the trainer has memory for."""
+    if group.prompt.sampling.top_k and not all(len(sample.support_sizes) for sample in group.samples):
+        raise MessageError("expected the tokens that could be drawn with each sample of truncated sampling, found none")
+    most = max(int(np.abs(sample.support_sizes.astype(np.int64)).max(initial=0)) for sample in group.samples)
+    if most > _MOST_DRAWN:
+        raise MessageError(
+            f"expected at most {_MOST_DRAWN} tokens that could be drawn at a position, for which the trainer has memory, found "
+            f"{most}: so many are as probable as the last that sampling.top_k keeps; lower it, or turn truncation off"
+        )

@@ -15,6 +15,7 @@ Groups are used in the order of admission, and pending on the bus until their st
     duplicate   held already, or trained: dropped
     unreadable  malformed, of an unknown group or version, or unfit for the model: buried with the reason
     lost        a token of a version that the bus has lost and a replica kept: generated again
+    unavailable no copy of its payload is left (``shared/shelf``): generated again
 
 **Demonstrations** (``algorithm.imitation``) are here at once and would overtake all samples. They keep their places among the
 groups in flight instead, while samples may overtake each other::
@@ -34,24 +35,29 @@ import time
 from collections import Counter
 from collections.abc import Container
 
-import numpy as np
-
 from penstock.services.trainer.algorithm.advantages import has_signal, shaped_rewards
 from penstock.services.trainer.algorithm.group_filter import Filter
-from penstock.services.trainer.batch.staleness import Granularity, are_long, find_contexts, is_fenced, without_long
+from penstock.services.trainer.batch.staleness import (
+    Granularity,
+    are_long,
+    check_supports,
+    find_contexts,
+    is_fenced,
+    without_long,
+)
 from penstock.services.trainer.metrics import LEFT
 from penstock.shared.bus.assembly import part_of_group
 from penstock.shared.bus.branches import is_branched, longest_branch
 from penstock.shared.bus.bus import Bus, Delivery, EntryId
-from penstock.shared.bus.messages import Experience, GroupId, PolicyVersion, Purpose, RolloutGroup
+from penstock.shared.bus.claims import regenerate
+from penstock.shared.bus.messages import Experience, GroupId, PolicyVersion, Purpose
 from penstock.shared.bus.stores.experience.signals import SignalChange, signal
 from penstock.shared.bus.stores.policy.ledger import Ledger, RunState, Standing
 from penstock.shared.bus.stores.replicas.live_settings import Live
 from penstock.shared.bus.streams import EXPERIENCE
-from penstock.shared.errors import Fenced, MessageError
+from penstock.shared.errors import Fenced, MessageError, ShelfLost
 from penstock.shared.process.telemetry import tell
 from penstock.shared.settings import RunKind, Settings
-from penstock.shared.settings.rollout import MOST_KEPT
 
 log = logging.getLogger(__name__)
 
@@ -67,8 +73,6 @@ _MOST_PENDING = 1 << 20
 _MOST_LOST = 5
 """Times that a group is generated again because its versions are lost."""
 _ALONE_FROM = 2
-_MOST_DRAWN = 16 * MOST_KEPT
-"""Most tokens that could be drawn at a position, ties included: of a forward pass, every position takes as much memory."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -190,10 +194,16 @@ class Intake:
             )
             return
         try:
-            experience = delivery.message()
+            whole = dataclasses.replace(delivery, data=await self._bus.whole(delivery.data))
+            experience = whole.message()
             self._check(experience)
             standing = await self._ledger.standing(experience.group_id)
             _check_standing(experience, standing, self._steps_of_versions)
+        except ShelfLost as error:
+            self._count("unavailable")
+            await regenerate(self._bus, delivery, error)
+            self._entries.discard(delivery.entry_id)
+            return
         except MessageError as error:
             await self._bury(delivery, str(error))
             return
@@ -225,7 +235,7 @@ class Intake:
             await self._drop(delivery, "filtered", f"by {self._settings.algorithm.filter}")
             await self._note_filtered()
             return
-        taken = Taken(delivery, experience)
+        taken = Taken(whole, experience)
         if delivery.crashes >= _ALONE_FROM:
             self._suspects.append(taken)
         else:
@@ -256,7 +266,7 @@ class Intake:
         largest = max(int(part.max(initial=0)) for part in ids)
         if self.vocabulary is not None and largest >= self.vocabulary:
             raise MessageError(f"expected token ids below the model's {self.vocabulary}, found {largest}")
-        _check_supports(group)
+        check_supports(group)
         needs_order = algorithm.needs_critic or algorithm.credit == "turns"
         if needs_order and any(is_branched(sample) for sample in samples):
             raise MessageError(
@@ -496,17 +506,6 @@ class Intake:
 
 def _is_shown(experience: Experience) -> bool:
     return experience.group.prompt.purpose is Purpose.DEMONSTRATE
-
-
-def _check_supports(group: RolloutGroup) -> None:
-    if group.prompt.sampling.top_k and not all(len(sample.support_sizes) for sample in group.samples):
-        raise MessageError("expected the tokens that could be drawn with each sample of truncated sampling, found none")
-    most = max(int(np.abs(sample.support_sizes.astype(np.int64)).max(initial=0)) for sample in group.samples)
-    if most > _MOST_DRAWN:
-        raise MessageError(
-            f"expected at most {_MOST_DRAWN} tokens that could be drawn at a position, for which the trainer has memory, found "
-            f"{most}: so many are as probable as the last that sampling.top_k keeps; lower it, or turn truncation off"
-        )
 
 
 def _check_standing(experience: Experience, standing: Standing, ours: Container[PolicyVersion]) -> None:

@@ -1,8 +1,8 @@
 #!lua flags=allow-oom
--- Requeue: take a stale experience off the stream and its group back to the stream of its prompt, an entry for each stale sample.
+-- Requeue: take a stale experience, or a group whose payload is lost, off the stream and its group back to the stream of its prompt, an entry for each stale sample.
 -- KEYS: input source counts generating assembly crashes causes payloads
--- ARGV: group stream_name entry_id group_id payload parts...
--- `parts`: each sample that is kept, encoded; "" for one to generate again.
+-- ARGV: group stream_name entry_id group_id payload reason parts...
+-- `reason`: what is counted; `parts`: each sample that is kept, encoded; "" for one to generate again.
 -- Returns 1, or 0 if another consumer finished this entry first.
 if redis.call('XACK', input, group, entry_id) == 0 then
   return 0
@@ -23,5 +23,5 @@ for place, part in ipairs(parts) do
   end
 end
 redis.call('HSET', assembly, 'parts', #parts, 'missing', missing)
-redis.call('HINCRBY', counts, 'requeued', 1)
+redis.call('HINCRBY', counts, reason, 1)
 return 1

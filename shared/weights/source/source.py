@@ -22,14 +22,13 @@ from pathlib import Path
 import torch
 
 from penstock.shared.errors import PeerError
-from penstock.shared.peers.addresses import listen
+from penstock.shared.peers.addresses import listen, reachable
 from penstock.shared.peers.handshake import Newcomers, Secret, admit
 from penstock.shared.weights.format.flat import FlatSnapshot
 from penstock.shared.weights.source.files import Files
 from penstock.shared.weights.source.session import Session
 from penstock.shared.weights.source.shelf import Shelf
 from penstock.shared.weights.transport.rendezvous import Rendezvous
-from penstock.shared.weights.transport.sockets import reachable
 
 log = logging.getLogger(__name__)
 

@@ -4,17 +4,10 @@ import socket
 
 from penstock.shared.errors import WeightsError
 
-_ANY = ("", "0.0.0.0", "::")  # noqa: S104 - named to tell them apart, not bound here
-
 
 def tune(connection: socket.socket) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-
-
-def reachable(host: str) -> str:
-    """Return the name of a listener on ``host`` for others: this host's own for "any"."""
-    return socket.gethostname() if host in _ANY else host
 
 
 def own_address(host: str, port: int) -> str:

@@ -27,6 +27,7 @@ LEFT = key(
 )
 
 MISSED_HEARTBEATS = 5
+_SOME = 32
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -69,6 +70,8 @@ class Heartbeat:
     """``host:port`` of its weights for other replicas; empty: none, as where it streams them into its live parameters."""
     turns: str = ""
     """``host:port`` at which it draws turns of episodes; empty: none."""
+    shelf: str = ""
+    """``host:port`` of its shelf for large payloads; empty: none."""
     settings_revision: int = 0
     taking: bool = True
     """False while cordoned."""
@@ -142,6 +145,24 @@ async def heartbeats(bus: Bus) -> list[Heartbeat]:
     texts = await bus.ask("MGET", *map(SERVICE.of, names))
     beats = [_heartbeat(text) for text in texts if text is not None]
     return [beat for beat in beats if beat is not None]
+
+
+async def some_heartbeats(bus: Bus) -> list[Heartbeat]:
+    """Return heartbeats of a few replicas, drawn at random: a fleet's are too many to read for each."""
+    names = [name.decode(errors="replace") for name in await bus.ask("SRANDMEMBER", SERVICES, _SOME)]
+    beats = [await heartbeat_of(bus, name) for name in names]
+    return [beat for beat in beats if beat is not None]
+
+
+async def heartbeat_of(bus: Bus, replica: str) -> Heartbeat | None:
+    """Return a replica's heartbeat; None if it is silent."""
+    text = await bus.get(SERVICE.of(replica))
+    return None if text is None else _heartbeat(text)
+
+
+async def count_replicas(bus: Bus) -> int:
+    """Return how many replicas were seen."""
+    return int(await bus.ask("SCARD", SERVICES))
 
 
 _HEARTBEAT = TypeAdapter(Heartbeat)

@@ -1,9 +1,11 @@
 """Pages of the trimmed streams: steps, events, history, and the journal's newest group."""
 
+import contextlib
 from collections.abc import Mapping, Sequence
 
 from penstock.shared.bus.bus import Bus
 from penstock.shared.bus.streams import JOURNAL, Row, Stream
+from penstock.shared.errors import ShelfLost
 
 
 async def page(bus: Bus, stream: Stream, before: str | None, count: int) -> list[Row]:
@@ -13,15 +15,17 @@ async def page(bus: Bus, stream: Stream, before: str | None, count: int) -> list
 
 
 async def with_payloads(bus: Bus, journal: Sequence[Row]) -> list[Row]:
-    """Return rows of the journal with their groups as ``data``, unless they left it meanwhile. Those of older releases
-    have it already.
+    """Return rows of the journal with their groups as ``data``, unless they left it meanwhile, or no copy of theirs is left.
+    Those of older releases have it already.
     """
     payloads = await bus.payloads([fields[b"entry"].decode() for _, fields in journal if b"entry" in fields])
-    return [(row, _with(fields, payloads.get(fields.get(b"entry", b"").decode()))) for row, fields in journal]
-
-
-def _with(fields: Mapping[bytes, bytes], payload: bytes | None) -> Mapping[bytes, bytes]:
-    return fields if payload is None else {**fields, b"data": payload}
+    rows: list[Row] = []
+    for row, fields in journal:
+        if (data := payloads.get(fields.get(b"entry", b"").decode())) is not None:
+            with contextlib.suppress(ShelfLost):
+                fields = {**fields, b"data": await bus.whole(data)}
+        rows.append((row, fields))
+    return rows
 
 
 async def newer(bus: Bus, stream: Stream, after: str, count: int) -> list[Row]:

@@ -1,0 +1,221 @@
+"""Laws of a shelf: what was put is fetched or lost, never other; strangers and hostile peers get and leave nothing."""
+
+import asyncio
+import dataclasses
+import hashlib
+import shutil
+import socket
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.claims import Claim, Holder
+from penstock.shared.bus.keys import GENERATING, RUN
+from penstock.shared.bus.messages import RolloutGroup
+from penstock.shared.bus.stores.replicas.heartbeats import SERVICE
+from penstock.shared.bus.streams import ROLLOUTS
+from penstock.shared.errors import PeerError, ShelfLost
+from penstock.shared.peers.frames import Frame
+from penstock.shared.shelf import protocol
+from penstock.shared.shelf.shelf import Shelf
+from penstock.shared.shelf.store import ShelfFull, Store
+from tests.support import builders
+from tests.support.shelves import LIMITS, SECRET, reader, served
+
+PAYLOAD = bytes(range(256)) * 40_000
+"""Several parts."""
+
+
+def _digest(payload: bytes) -> str:
+    return hashlib.sha256(payload).hexdigest()
+
+
+async def _put(shelf: Shelf, payload: bytes = PAYLOAD, group_id: int = 3) -> Claim:
+    claim = await shelf.put(payload, group_id)
+    assert claim is not None
+    return claim
+
+
+async def test_a_payload_is_on_two_shelves_before_its_claim_is_there(bus: Bus, tmp_path: Path) -> None:
+    async with served(bus, tmp_path, "a") as first, served(bus, tmp_path, "b"):
+        claim = await _put(first)
+        assert (claim.digest, claim.size) == (_digest(PAYLOAD), len(PAYLOAD))
+        assert [holder.replica for holder in claim.holders] == ["a", "b"]
+        assert {path.parent.name for path in tmp_path.glob("*/3-*")} == {"a", "b"}
+        assert await reader(bus, tmp_path).fetch(claim) == PAYLOAD
+
+
+async def test_the_second_copy_is_on_another_host_if_there_is_one(bus: Bus, tmp_path: Path) -> None:
+    own = socket.gethostname()
+    async with (
+        served(bus, tmp_path, "a", host=own) as first,
+        served(bus, tmp_path, "b", host=own),
+        served(bus, tmp_path, "c", host="elsewhere"),
+    ):
+        assert [holder.replica for holder in (await _put(first)).holders] == ["a", "c"]
+
+
+async def test_without_room_or_a_second_replica_the_bus_carries_the_payload(bus: Bus, tmp_path: Path) -> None:
+    async with served(bus, tmp_path, "a") as first:
+        assert await first.put(PAYLOAD, 1) is None, "no other replica"
+        async with served(bus, tmp_path, "b", most_bytes=1000):
+            assert await first.put(PAYLOAD, 2) is None, "the other one is full"
+    async with served(bus, tmp_path / "other", "a", most_bytes=1000) as first, served(bus, tmp_path / "other", "c"):
+        assert await first.put(PAYLOAD, 3) is None, "this one is full"
+        assert first.values["shelf_inline"] == 1
+    async with served(bus, tmp_path, "d", dataclasses.replace(LIMITS, copies=1)) as alone:
+        assert [holder.replica for holder in (await _put(alone)).holders] == ["d"]
+
+
+async def test_a_lost_or_damaged_copy_is_fetched_from_the_other_holder(bus: Bus, tmp_path: Path) -> None:
+    async with served(bus, tmp_path, "a") as first, served(bus, tmp_path, "b"):
+        claim = await _put(first)
+        (path,) = tmp_path.glob("a/3-*")
+        path.write_bytes(b"x" + PAYLOAD[1:])
+        assert await reader(bus, tmp_path).fetch(claim) == PAYLOAD
+        assert not path.exists(), "a damaged file is deleted"
+        shutil.rmtree(tmp_path / "b")
+        with pytest.raises(ShelfLost, match="of group 3 on a shelf of a, b"):
+            await reader(bus, tmp_path).fetch(claim)
+
+
+async def test_a_holder_that_was_started_again_serves_its_files_at_its_new_address(bus: Bus, tmp_path: Path) -> None:
+    async with served(bus, tmp_path, "b") as _:
+        async with served(bus, tmp_path, "a") as first:
+            claim = await _put(first)
+        shutil.rmtree(tmp_path / "b")
+        async with served(bus, tmp_path, "a") as again:
+            assert again.address != claim.holders[0].address
+            assert await reader(bus, tmp_path).fetch(claim) == PAYLOAD
+
+
+async def test_a_silent_holder_is_waited_for_once_and_a_dead_one_not_for_each_payload(bus: Bus, tmp_path: Path) -> None:
+    waits = dataclasses.replace(LIMITS, lost_after_s=1.0)
+    async with served(bus, tmp_path, "a") as first, served(bus, tmp_path, "b"):
+        claims = [await _put(first, bytes([number]) * 2000, number) for number in range(4)]
+    for name in ("a", "b"):
+        await bus.write(SERVICE.of(name), "DEL")
+    reading = reader(bus, tmp_path, waits)
+    loop = asyncio.get_running_loop()
+    started_s = loop.time()
+    for claim in claims:
+        with pytest.raises(ShelfLost):
+            await reading.fetch(claim)
+    assert loop.time() - started_s >= 1.0
+    assert set(reading._silent_since_s) == {"a", "b"}, "which later fetches do not wait for"
+
+
+async def test_the_trainer_keeps_what_it_fetched(bus: Bus, tmp_path: Path) -> None:
+    async with served(bus, tmp_path, "a") as first, served(bus, tmp_path, "b"):
+        claim = await _put(first)
+        assert await reader(bus, tmp_path, keeps=True).fetch(claim) == PAYLOAD
+    assert await reader(bus, tmp_path).fetch(claim) == PAYLOAD, "from its own file, by a later process"
+
+
+async def test_a_sweep_deletes_the_payloads_of_groups_that_left_and_of_no_other(bus: Bus, tmp_path: Path) -> None:
+    async with served(bus, tmp_path, "a") as first, served(bus, tmp_path, "b"):
+        for group in (1, 2, 3):
+            await _put(first, bytes([group]) * 2000, group)
+        await first.sweep()
+        assert len(list(tmp_path.glob("a/*"))) == 3, "a bus that knows no run may have lost it"
+        await bus.write(RUN, "HSET", "state", "running")
+        await bus.write(GENERATING, "HSET", "1", "prompt")
+        await bus.publish(ROLLOUTS, builders.group(2), "2")
+        await first.sweep()
+        assert {path.name[:1] for path in tmp_path.glob("a/*")} == {"1", "2"}
+        (delivery,) = await bus.read(ROLLOUTS, RolloutGroup, "reward-0", 1, None)
+        assert await bus.bury(delivery, "")
+        await first.sweep()
+        assert {path.name[:1] for path in tmp_path.glob("a/*")} == {"1", "2"}, "a dead letter may be revived"
+
+
+async def test_a_stranger_gets_and_leaves_nothing(bus: Bus, tmp_path: Path) -> None:
+    async with served(bus, tmp_path, "a") as first, served(bus, tmp_path, "b"):
+        claim = await _put(first)
+        asked = ("a", 3, claim.digest, claim.size)
+        with pytest.raises(PeerError, match="did not accept"):
+            await protocol.get(first.address, lambda: b"another", *asked)
+        with pytest.raises(PeerError, match="did not accept"):
+            await protocol.put(first.address, lambda: b"another", 4, _digest(b"x"), b"x")
+        reading, writer = await asyncio.open_connection(*first.address.split(":"))
+        await reading.read(1)
+        writer.write((1 << 31).to_bytes(4, "big"))  # a length that no frame of a stranger may have
+        assert not (await reading.read())[4096:], "closed"
+        writer.close()
+        assert await protocol.get(first.address, lambda: SECRET, *asked) == PAYLOAD, "it still serves"
+        assert len(list(tmp_path.glob("a/*"))) == 1
+
+
+HOSTILE: list[Frame] = [
+    {},
+    {"get": "../../etc/passwd", "group": 1, "of": "a"},
+    {"get": _digest(b""), "group": -1, "of": "a"},
+    {"get": _digest(b""), "group": "1/../..", "of": "a"},
+    {"get": _digest(b""), "group": 1},
+    {"put": _digest(b"x"), "group": 1, "size": 0},
+    {"put": _digest(b"x"), "group": 1, "size": -5},
+    {"put": _digest(b"x"), "group": 1, "size": 1 << 60},
+    {"put": _digest(b"x"), "group": 1, "size": "1"},
+    {"put": _digest(b"x").upper(), "group": 1, "size": 1},
+    {"put": "x" * 64, "group": 1, "size": 1},
+]
+
+
+async def test_hostile_requests_of_a_peer_are_refused_and_leave_nothing(bus: Bus, tmp_path: Path) -> None:
+    async with served(bus, tmp_path, "a") as shelf:
+        for request in HOSTILE:
+            async with protocol.connected(shelf.address, lambda: SECRET) as (hears, writer):
+                await protocol.say(writer, request)
+                assert await hears.read() == b"", request
+        for parts in ([b"xy"], [b""], [b"y"], []):
+            async with protocol.connected(shelf.address, lambda: SECRET) as (hears, writer):
+                await protocol.say(writer, {"put": _digest(b"x"), "group": 1, "size": 1})
+                assert "go" in await protocol.hear(hears)
+                for part in parts:
+                    await protocol.say(writer, {"data": part})
+                writer.write_eof()
+                assert await hears.read() == b"", parts
+        assert list(tmp_path.glob("a/*")) == []
+
+
+async def test_a_hostile_server_is_found_out(bus: Bus, tmp_path: Path) -> None:
+    async with served(bus, tmp_path, "a") as first, served(bus, tmp_path, "b"):
+        claim = await _put(first)
+        with pytest.raises(PeerError, match="expected a payload of 5 bytes"):
+            await protocol.get(first.address, lambda: SECRET, "a", 3, claim.digest, 5)
+        assert await protocol.get(first.address, lambda: SECRET, "other", 3, claim.digest, claim.size) is None
+        for address in ("", "nowhere", "127.0.0.1:x"):
+            with pytest.raises((PeerError, OSError)):
+                await protocol.get(address, lambda: SECRET, "a", 3, claim.digest, claim.size)
+        (path,) = tmp_path.glob("a/3-*")
+        other = b"y" * len(PAYLOAD)
+        moved = path.with_name(f"3-{_digest(other)}")
+        path.rename(moved)
+        asked = Claim(3, _digest(other), len(other), (Holder("a", first.address),))
+        with pytest.raises(ShelfLost):
+            await reader(bus, tmp_path).fetch(asked)
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 60)), max_size=20))
+def test_a_store_holds_what_fits_and_knows_it_again(
+    tmp_path_factory: pytest.TempPathFactory, puts: list[tuple[int, int]]
+) -> None:
+    folder = tmp_path_factory.mktemp("store")
+    store, kept = Store(folder, 100), dict[tuple[int, str], bytes]()
+    for group, size in puts:
+        payload = bytes([group]) * size
+        key = (group, _digest(payload))
+        try:
+            store.put(*key, payload)
+            kept[key] = payload
+        except ShelfFull:
+            assert sum(map(len, kept.values())) + size > 100
+        assert store.nbytes == sum(map(len, kept.values())) <= 100
+    (folder / ".0-half").write_bytes(b"x")
+    again = Store(folder, 100)
+    assert {name: again.read(*name) for name in again.names} == kept
+    again.drop(kept)
+    assert (list(folder.iterdir()), again.nbytes) == ([], 0)
