@@ -35,10 +35,8 @@ def unpack(payload: bytes, shape: tuple[int, int, int], experts: int) -> RouteAr
     return routes
 
 
-def check(routes_PLK: RouteArray, experts: int) -> None:
+def check(routes_PLK: RouteArray, experts: int) -> None:  # noqa: N803 (shapes)
     """Raise ValueError unless each token has K different experts below ``experts`` in each of the layers."""
-    ascending_PLK = np.sort(routes_PLK, axis=2)
-    if routes_PLK.size and (
-        int(ascending_PLK.max()) >= experts or (ascending_PLK[..., 1:] == ascending_PLK[..., :-1]).any()
-    ):
+    ascending = np.sort(routes_PLK, axis=2)
+    if ascending.size and (int(ascending.max()) >= experts or (ascending[..., 1:] == ascending[..., :-1]).any()):
         raise ValueError(f"expected different experts of {experts} in each layer, found others")

@@ -146,11 +146,6 @@ class RoutedSample:
     claim: bytes
     columns_P: Int64Array
 
-    def within(self, first: int, tokens: int) -> "RoutedSample":
-        """Return the places among ``tokens`` from ``first`` on."""
-        own_P = self.columns_P - first
-        return RoutedSample(self.claim, np.where((own_P >= 0) & (own_P < tokens), own_P, -1))
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MicroBatch:

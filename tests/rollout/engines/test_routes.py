@@ -96,5 +96,5 @@ def test_experts_are_those_of_the_version_that_read_the_token() -> None:
 
 
 def test_models_without_mixtures_have_nothing_to_record() -> None:
-    with pytest.raises(SettingsError, match="expected a mixture of experts with trainer.router_replay, found 'qwen2'"):
+    with pytest.raises(SettingsError, match=r"expected a mixture of experts with trainer.router_replay, found 'qwen2'"):
         RouteRecorder(tiny.model())

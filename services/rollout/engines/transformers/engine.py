@@ -50,6 +50,7 @@ from penstock.services.rollout.engines.transformers.inbox import (
 )
 from penstock.services.rollout.engines.transformers.ladder import Ladder
 from penstock.services.rollout.engines.transformers.loading import OpenedModel
+from penstock.services.rollout.engines.transformers.routes import RouteRecorder
 from penstock.services.rollout.engines.transformers.shadow import Shadow
 from penstock.shared.bus.messages import Float32Array, Int32Array, PolicyVersion
 from penstock.shared.errors import WeightsError
@@ -79,6 +80,7 @@ class TransformersEngine:
         threads: torch's CPU threads; 0: its default.
         host: address for replicas' pulls; empty: none.
         drain: swap only after the running batch.
+        records_routes: keep the experts of each token.
     """
 
     def __init__(
@@ -92,8 +94,10 @@ class TransformersEngine:
         secret: Secret = bytes,
         deadline_s: float = 30.0,
         drain: bool = False,
+        records_routes: bool = False,
     ) -> None:
         self._opened = opened
+        self._recorder = RouteRecorder(opened.model) if records_routes else None
         self._max_rows = max_rows
         self._alone = alone
         self._threads = threads
@@ -108,9 +112,8 @@ class TransformersEngine:
         self._inbox: queue.SimpleQueue[Item | Close] = queue.SimpleQueue()
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
-        self._closing = False
+        self._closing = self._shut = False
         self._door = threading.Lock()
-        self._shut = False
         self._death: BaseException | None = None
         self._loop = asyncio.get_running_loop()
         self._thread = threading.Thread(target=self._live, name="engine", daemon=True)
@@ -303,9 +306,9 @@ class TransformersEngine:
         if not batch:
             return
         self._running, started_at_s = batch, time.time()
-        tokens = Tokens(self._opened.stop)
+        opened, tokens = self._opened, Tokens(self._opened.stop)
         requests = [asked.request for asked in batch]
-        decoding = self._decoding = Batch(self._opened.model, requests, tokens, self._opened.device)
+        decoding = self._decoding = Batch(opened.model, requests, tokens, opened.device, self._recorder)
         while not decoding.finished and self._wait_while_away():
             if self._version is None:
                 raise EngineDied("expected weights before the first request: a bug")

@@ -38,5 +38,6 @@ async def open_engine(opening: Opening) -> tuple[Engine, Codec]:
         secret=opening.secret,
         deadline_s=settings.weights.deadline_s,
         drain=settings.weights.update == "drain",
+        records_routes=settings.trainer.router_replay,
     )
     return engine, TokenizerCodec(tokenizer, opened, settings.data.chat_template, settings.reward)
