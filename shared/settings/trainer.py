@@ -257,6 +257,7 @@ def check_experts(
         (f"algorithm.loss = {algorithm.loss!r}", algorithm.loss in ("dpo", "cross_entropy")),
         (f"rollout.engine = {rollout.engine!r}, which has no experts", rollout.engine == "scripted"),
         ("[episodes]", episodes.is_on),
+        ("rollout.vllm.tensor_parallel_size > 1", rollout.vllm.tensor_parallel_size > 1),
         (f"trainer.zero_stage = {trainer.zero_stage}", trainer.zero_stage == 3),
         (f"trainer.sequence_parallel = {trainer.sequence_parallel}", trainer.sequence_parallel > 1),
     ):

@@ -1,0 +1,184 @@
+"""Mismatch of replicas and trainer for a random mixture of experts, with live and with replayed routes.
+
+    python -m benchmarks.trainer.router_replay
+    python -m benchmarks.trainer.router_replay --size large --engine vllm
+
+An engine draws completions in bfloat16 and records the experts of each token; the trainer's model scores them in packed
+rows, in bfloat16, too. ``kl`` is the mean of exp(d) − 1 − d over tokens, d = trainer's − engine's logprob: an estimate of
+KL(engine ‖ trainer). ``same_experts`` is the share of (token, layer) pairs for which both choose the same experts by
+themselves. Fails if the routes of a sample are missing, or replay leaves more than 0.4 of the mismatch.
+"""
+
+import argparse
+import asyncio
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+from penstock.services.rollout.engines.engine import GeneratedSample, GenerationRequest, with_texts
+from penstock.services.trainer.batch.packing import PackedRow, micro_batch
+from penstock.services.trainer.model.policy import Policy
+from penstock.services.trainer.model.routing import replay
+from penstock.shared.bus.messages import PolicyRecord, PolicyVersion, Sampling
+
+SIZES: dict[str, dict[str, int]] = {
+    "small": {
+        "hidden_size": 128, "moe_intermediate_size": 64, "num_experts": 32, "num_experts_per_tok": 4,
+        "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 512,
+    },
+    "large": {
+        "hidden_size": 1024, "moe_intermediate_size": 512, "num_experts": 64, "num_experts_per_tok": 8,
+        "num_hidden_layers": 12, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 128,
+        "vocab_size": 32_768,
+    },
+}  # fmt: skip
+MOST = 0.4
+"""Of the mismatch with live routes."""
+_SPREAD = 1.5
+"""Standard deviation of a router's scores, so that it chooses as clearly as a trained one."""
+
+
+def build(size: str, device: str) -> Any:
+    torch.manual_seed(0)
+    shape = SIZES[size]
+    config = Qwen3MoeConfig(
+        **shape, intermediate_size=shape["hidden_size"], decoder_sparse_step=1, norm_topk_prob=True,
+        tie_word_embeddings=False, max_position_embeddings=4096, bos_token_id=None, eos_token_id=None,
+        initializer_range=shape["hidden_size"] ** -0.5,
+    )  # fmt: skip
+    with torch.device(device):
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.mlp.gate.weight.normal_(0.0, _SPREAD / shape["hidden_size"] ** 0.5)
+    return model.eval().requires_grad_(False)
+
+
+def prompts(groups: int, tokens: int, vocabulary: int) -> list[np.ndarray]:
+    """Prompts, of which each second one begins as the one before it, and is read from the engine's prefix cache."""
+    generator = np.random.default_rng(0)
+    drawn = [generator.integers(0, vocabulary, tokens).astype(np.int32) for _ in range(groups)]
+    return [np.concatenate([drawn[n - n % 2][: tokens // 2], each[tokens // 2 :]]) for n, each in enumerate(drawn)]
+
+
+@torch.inference_mode()
+def by_transformers(model: Any, requests: Sequence[GenerationRequest], device: str) -> list[Sequence[GeneratedSample]]:
+    from penstock.services.rollout.engines.transformers.decoding import Batch, Tokens
+    from penstock.services.rollout.engines.transformers.routes import RouteRecorder
+
+    decoding = Batch(model, requests, Tokens(()), torch.device(device), RouteRecorder(model))
+    finished: dict[int, Sequence[GeneratedSample]] = {}
+    while not decoding.finished:
+        finished.update(decoding.step(PolicyVersion(0)))
+    return [finished[place] for place in range(len(requests))]
+
+
+async def by_vllm(model: Any, requests: Sequence[GenerationRequest], folder: Path) -> list[Sequence[GeneratedSample]]:
+    from benchmarks.rollout.policy import put
+    from penstock.services.rollout.engines.vllm.arguments import gather, recording
+    from penstock.services.rollout.engines.vllm.start import open_vllm
+    from penstock.shared.weights.format.snapshot import write_snapshot
+    from penstock.shared.weights.receiver.puller import file_offer
+
+    model.save_pretrained(folder / "policy")
+    written = write_snapshot(folder / "weights", PolicyVersion(0), 0, model.named_parameters(), torch.bfloat16)
+    record = PolicyRecord(PolicyVersion(0), None, 0, 0.0, written.digest, str(written.location))
+    arguments = gather(
+        str(folder / "policy"), dtype="bfloat16", seed=0, max_num_seqs=256, max_model_len=2048,
+        gpu_memory_utilization=0.4,
+    )  # fmt: skip
+    engine = await open_vllm(arguments | recording())
+    try:
+        await put(engine, file_offer(record, 60.0))
+        groups = await asyncio.gather(*(engine.generate(request) for request in requests))
+        return [group.samples for group in groups]
+    finally:
+        await engine.close()
+
+
+@torch.no_grad()
+def compare(model: Any, requests: Sequence[GenerationRequest], groups: Sequence[Sequence[GeneratedSample]]) -> Any:
+    """Return the figures of both kinds of routes; some groups a pass."""
+    policy = Policy(model, chunk_tokens=4096).eval()
+    plan = policy.trunk.replay = replay.install(policy.model)
+    chosen: list[torch.Tensor] = []
+    for module in policy.model.modules():
+        if hasattr(module, "_is_expert_parallel"):
+            module.register_forward_pre_hook(lambda _, given: chosen.append(given[1].sort(-1).values.cpu()))
+    differences: dict[bool, list[np.ndarray]] = {False: [], True: []}
+    equal, pairs, missing, nbytes, device = 0, 0, 0, 0, next(model.parameters()).device
+    for number, (request, drawn) in enumerate(zip(requests, groups, strict=True)):
+        samples = with_texts(drawn, [""] * len(drawn), supports=False)
+        plan.forget()
+        claimed = []
+        for place, (sample, of) in enumerate(zip(samples, drawn, strict=True)):
+            claim = f"{number} {place}".encode()
+            missing += of.routes is None
+            if of.routes is not None:
+                plan.take(claim, of.routes.tobytes(), len(request.prompt_token_ids) + len(of.token_ids) - 1)
+                nbytes += of.routes.nbytes
+            claimed.append(type(sample)(**{**_fields(sample), "routes": claim}))
+        batch = micro_batch([PackedRow(request.prompt_token_ids, tuple(claimed), tuple(range(len(claimed))))])
+        routes_TLK = plan.routes_of(batch, device)
+        chosen.clear()
+        with_routes = policy(batch).policy_logprobs_N
+        plan.forget()
+        chosen.clear()
+        live = policy(batch).policy_logprobs_N
+        if routes_TLK is not None:
+            same_TL = (torch.stack(chosen, 1) == routes_TLK.sort(-1).values.cpu()).all(-1)
+            equal, pairs = equal + int(same_TL.sum()), pairs + same_TL.numel()
+        for is_replayed, logprobs in ((True, with_routes), (False, live)):
+            differences[is_replayed].append(logprobs.double().cpu().numpy() - batch.behavior_logprobs_N)
+    kl = {key: float(np.mean(np.expm1(d) - d)) for key, d in ((k, np.concatenate(v)) for k, v in differences.items())}
+    most = {key: float(np.abs(np.concatenate(value)).max()) for key, value in differences.items()}
+    tokens = sum(len(each) for each in differences[True])
+    return {
+        "tokens": tokens, "missing_routes": missing, "same_experts": equal / max(1, pairs),
+        "kl_live": kl[False], "kl_replayed": kl[True], "kl_ratio": kl[True] / kl[False],
+        "largest_live_nats": most[False], "largest_replayed_nats": most[True], "route_bytes_a_token": nbytes / tokens,
+    }  # fmt: skip
+
+
+def _fields(sample: Any) -> dict[str, Any]:
+    return {name: getattr(sample, name) for name in sample.__dataclass_fields__}
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=SIZES, default="small")
+    parser.add_argument("--engine", choices=("transformers", "vllm"), default="transformers")
+    parser.add_argument("--groups", type=int, default=16)
+    parser.add_argument("--samples", type=int, default=4)
+    parser.add_argument("--prompt-tokens", type=int, default=64)
+    parser.add_argument("--new-tokens", type=int, default=128)
+    given = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model, started_s = build(given.size, device), time.perf_counter()
+    sampling = Sampling(samples=given.samples, max_new_tokens=given.new_tokens, temperature=1.0)
+    ids = prompts(given.groups, given.prompt_tokens, model.config.vocab_size)
+    requests = [GenerationRequest(own, sampling, seed) for seed, own in enumerate(ids)]
+    if given.engine == "vllm":
+        with tempfile.TemporaryDirectory() as folder:
+            groups = asyncio.run(by_vllm(model, requests, Path(folder)))
+    else:
+        groups = by_transformers(model, requests, device)
+    drawn_s = time.perf_counter() - started_s
+    figures = compare(model, requests, groups)
+    shown = {"benchmark": "router_replay", "engine": given.engine, "device": device, "size": given.size}
+    shown["parameters"] = sum(weight.numel() for weight in model.parameters())
+    print(json.dumps({**shown, **figures, "drawn_s": drawn_s}))
+    sys.exit(bool(figures["missing_routes"]) or not figures["kl_ratio"] <= MOST)
+
+
+if __name__ == "__main__":
+    main()
