@@ -164,6 +164,16 @@ def remove_snapshots(folder: Path) -> None:
         folder.with_name(f"{folder.name}.run").unlink(missing_ok=True)
 
 
+def remove_shelves(folder: Path) -> None:
+    """Delete what replicas kept of a run that has ended; the trainer's has what its journal needs, which may be nothing."""
+    for shelf in (folder / "shelf").glob("*"):
+        if not shelf.name.startswith("trainer"):
+            shutil.rmtree(shelf, ignore_errors=True)
+    for empty in (*(folder / "shelf").glob("*"), folder / "shelf"):
+        with contextlib.suppress(OSError):
+            empty.rmdir()
+
+
 def remove_dead_snapshots() -> None:
     for mark in (_MEMORY / f"penstock-{os.getuid()}").glob("*.run"):
         try:

@@ -29,6 +29,7 @@ from penstock.shared.settings.run import (
     RunSettings,
     TelemetrySettings,
     TrackingSettings,
+    check_shelves,
 )
 from penstock.shared.settings.section import Section, shown
 from penstock.shared.settings.trainer import TrainerSettings, check_experts
@@ -131,9 +132,7 @@ class Settings(Section):
     @property
     def gpu_sharing(self) -> Literal["", "in turn", "at once"]:
         """How all replicas share the trainer's GPUs, or some do; "": they have their own."""
-        if self.placement.mode == "shared":
-            return "in turn"
-        return "at once" if self.common_gpus else ""
+        return "in turn" if self.placement.mode == "shared" else "at once" if self.common_gpus else ""
 
     @property
     def kind(self) -> RunKind:
@@ -193,6 +192,7 @@ class Settings(Section):
             _check_mixture,
             _check_episodes,
             check_placement,
+            check_shelves,
         ):
             rule(self)
         if self.rollout.engine in ("transformers", "scripted"):

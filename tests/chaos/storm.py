@@ -13,6 +13,7 @@ import dataclasses
 import logging
 import math
 import random
+import shutil
 import signal
 import statistics
 import time
@@ -24,6 +25,9 @@ from penstock.shared.bus.bus import Bus
 from penstock.shared.bus.keys import NO_ENDINGS
 from penstock.shared.bus.stores.policy.ledger import ENDED, Ledger
 from penstock.shared.bus.stores.policy.policies import PolicyState
+from penstock.shared.bus.stores.replicas.run_secret import SECRET
+from penstock.shared.shelf.shelf import Limits, Shelf
+from penstock.shared.shelf.store import Store
 from tests.chaos import episodes
 from tests.chaos.audit import Watcher, audit_groups, audit_versions, reward_means
 from tests.chaos.run import Run, TcpServer, answers, harmed
@@ -63,6 +67,8 @@ class Figures:
     batches_watched: int
     reward_first: float
     reward_last: float
+    groups_unavailable: int = 0
+    """Generated again because no copy of a payload was left."""
     episodes: Mapping[str, int] = dataclasses.field(default_factory=dict)
     """Of agents' records: turns, and kills of replicas with the turns in progress then, and those drawn again."""
 
@@ -124,6 +130,20 @@ class Storm:
             "kill a host": lambda: faults.kill_host(self._one("episodes")),
             "freeze episodes": lambda: self._freeze("episodes", _CLAIM_S),
         }
+
+    def strike_shelves(self) -> None:
+        """Strike also the payloads that replicas keep."""
+        self._faults |= {
+            "lose a shelf and its replica": lambda: self._lose_shelf(self._one("rollout")),
+            "lose every shelf": lambda: self._lose_shelf(""),
+        }
+
+    async def _lose_shelf(self, name: str) -> None:
+        """Delete the files of one replica, which is killed, or of all."""
+        if name:
+            self._run.send(name, signal.SIGKILL)
+        for shelf in (self._run.folder / "shelf").glob(name or "*"):
+            await asyncio.to_thread(shutil.rmtree, shelf, ignore_errors=True)
 
     async def rage(self, *, seconds: float = math.inf, rounds: float = math.inf) -> None:
         """Strike for ``seconds``, or with every fault ``rounds`` times."""
@@ -277,6 +297,7 @@ async def storm(
     rounds: float = math.inf,
     shared: bool = False,
     with_episodes: bool = False,
+    with_shelves: bool = False,
     forked: bool = False,
 ) -> Figures:
     """Return the figures of a storm.
@@ -286,20 +307,28 @@ async def storm(
         rounds: how often each fault strikes.
         shared: trainer and replica use one device in turn.
         with_episodes: an agent plays episodes; for ``seconds``, some of its rows are hostile.
+        with_shelves: all payloads are on shelves, of which some, and all at once, are lost.
         forked: processes by ``tests/support/forge.py``, so that recoveries take less time than a user's.
     """
     flags, config = (SHARED if shared else {}), "config/arithmetic.toml"
     if with_episodes:
         flags, config = episodes.flags(folder, hostile=seconds < math.inf), episodes.CONFIG
+    if with_shelves:
+        flags = {**flags, "bus.shelve_above_bytes": 1}
     async with harmed(folder, seed, flags, config=config, forked=forked) as (run, server, proxy, bus):
         watcher = Watcher(bus)
         async with watcher.watching():
             await run.more_steps(bus, 5)
+            if with_shelves:
+                secret = await bus.get(SECRET) or b""
+                bus.shelf = Shelf(bus, Store(folder / "none", 1), "watcher", lambda: secret, Limits(0, 1, 2.0))
             run.join("coordinator", "coordinator-spare")
             raging = Storm(run, server, proxy, bus, watcher, seed, shared=shared)
             faults = episodes.EpisodeFaults(run, bus, folder) if with_episodes else None
             if faults:
                 raging.strike_episodes(faults)
+            if with_shelves:
+                raging.strike_shelves()
             started_s = time.monotonic()
             await raging.rage(seconds=seconds, rounds=rounds)
             raged_s = time.monotonic() - started_s
@@ -337,4 +366,5 @@ async def _figures(bus: Bus, run: Run, raging: Storm, watcher: Watcher, seed: in
         batches_watched=len(watcher.batches),
         reward_first=round(statistics.mean(rewards[:_FIRST_STEPS]), 4),
         reward_last=round(statistics.mean(rewards[-_LAST_STEPS:]), 4),
+        groups_unavailable=counts.get("unavailable", 0),
     )

@@ -46,12 +46,20 @@ EXPECTED = {
 }
 
 
-def test_every_needed_connection_opens_and_every_other_is_refused() -> None:
+HOLDERS = ENGINES - to("trainer") | to("reward") | to("episodes")
+"""Of payloads, with shelves."""
+
+
+@pytest.mark.parametrize("shelves", [False, True])
+def test_every_needed_connection_opens_and_every_other_is_refused(*, shelves: bool) -> None:
     need("ip", "iproute2")
     need("nft", "nftables")
+    config = TRACKED + EPISODES[EPISODES.index("\n[episodes]") :]
+    if shelves:
+        config = config.replace("[bus]\n", "[bus]\nshelve_above_bytes = 1\n")
     release = render(
         values(
-            run={"config": TRACKED + EPISODES[EPISODES.index("\n[episodes]") :]},
+            run={"config": config},
             networkPolicy={"agentsFrom": [{"podSelector": {"matchLabels": AGENTS}}]},
             executor={"enabled": True},
             tracking={"port": 41234},
@@ -68,4 +76,6 @@ def test_every_needed_connection_opens_and_every_other_is_refused() -> None:
         Peer("internet", {}, namespace=""),
     ]
     with PolicyNetwork(peers, release.of("NetworkPolicy"), PORTS) as network:
-        assert {name: network.opened(name) for name in EXPECTED} == EXPECTED
+        readers = ("rollout", "rollout-1", "reward", "episodes", "trainer", "coordinator") if shelves else ()
+        needed = {name: EXPECTED[name] | HOLDERS - to(name) if name in readers else EXPECTED[name] for name in EXPECTED}
+        assert {name: network.opened(name) for name in EXPECTED} == needed

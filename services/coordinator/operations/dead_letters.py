@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from penstock.shared.bus.bus import Bus
 from penstock.shared.bus.encoding import wire
 from penstock.shared.bus.messages import Experience, Json, PolicyRecord, Prompt, RolloutGroup
 from penstock.shared.bus.stores.experience.dead_letters import DeadLetter, DeadLetterSource
-from penstock.shared.errors import MessageError
+from penstock.shared.errors import MessageError, ShelfLost
 
 _SHOWN_ELEMENTS = 256
 _KINDS: dict[DeadLetterSource, type[Any]] = {
@@ -26,11 +27,11 @@ _KINDS: dict[DeadLetterSource, type[Any]] = {
 }
 
 
-def decode(letter: DeadLetter) -> tuple[Json, str]:
+async def decode(bus: Bus, letter: DeadLetter) -> tuple[Json, str]:
     """JSON, with arrays cut after 256 elements, and any error."""
     try:
-        return _shown(wire.decode(letter.data, _KINDS[letter.stream])), ""
-    except MessageError as error:
+        return _shown(wire.decode(await bus.whole(letter.data), _KINDS[letter.stream])), ""
+    except (MessageError, ShelfLost) as error:
         return None, str(error)
 
 

@@ -1,15 +1,18 @@
 """Laws of what groups carry: it stays where it is from the hand-over to the checkpoint, and nothing of it is left or lost."""
 
 import asyncio
+import dataclasses
+import tempfile
 import uuid
 from collections.abc import Sequence
+from pathlib import Path
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.shared.bus.bus import Bus, Delivery
 from penstock.shared.bus.encoding import wire
-from penstock.shared.bus.keys import PAYLOADS, RUN
+from penstock.shared.bus.keys import GENERATING, PAYLOADS, RUN
 from penstock.shared.bus.messages import Experience, PolicyVersion, RolloutGroup
 from penstock.shared.bus.stores.experience.dead_letters import DeadLetterSource, revive
 from penstock.shared.bus.stores.policy.ledger import Ledger, RunState
@@ -21,6 +24,7 @@ from tests.conftest import Server
 from tests.support import builders
 from tests.support.coordinator_players import record, report
 from tests.support.raw_redis import raw
+from tests.support.shelves import served
 
 STEPS = st.sampled_from(
     ["score", "score", "score", "shown", "old", "take", "die", "commit", "commit", "fenced", "old_trainer"]
@@ -141,14 +145,15 @@ class Model:
     async def revive(self) -> None:
         for entry, fields in await self.bus.xrange(EXPERIENCE.dead, count=1):
             group = int(fields[b"id"])
-            assert fields[b"data"] == self.dead[group]
+            assert await self.bus.whole(fields[b"data"]) == self.dead[group]
             assert await revive(self.bus, DeadLetterSource.EXPERIENCE, entry) == 1
             self.on_stream[group] = self.dead.pop(group)
 
     async def requeue(self) -> None:
         if self.taken:
             delivery = self.taken.pop()
-            assert await self.bus.requeue(delivery, delivery.message().group.prompt)
+            message = dataclasses.replace(delivery, data=await self.bus.whole(delivery.data)).message()
+            assert await self.bus.requeue(delivery, message.group.prompt)
             del self.on_stream[int(delivery.group_id)]
 
     async def checkpoint(self) -> None:
@@ -176,10 +181,20 @@ class Model:
         held = await self.bus.hgetall(PAYLOADS)
         assert {name.decode() for name in held} == {f"experience:{entry}" for entry in named}
         assert {int(fields[b"id"]) for _, fields in rows} == self.on_stream.keys()
-        assert all(delivery.data == self.on_stream[int(delivery.group_id)] for delivery in self.taken)
+        for delivery in self.taken:
+            assert await self.bus.whole(delivery.data) == self.on_stream[int(delivery.group_id)]
         assert [(entry.step, entry.data) for entry in await self.ledger.journal("")] == self.journal
         newest_first = [fields[b"data"] for _, fields in await page(self.bus, JOURNAL, None, 100)]
         assert newest_first == [data for _, data in reversed(self.journal)]
+
+
+async def _play(bus: Bus, names: list[str]) -> Model:
+    model = Model(bus)
+    await model.start()
+    for name in names:
+        await getattr(model, name)()
+        await model.check()
+    return model
 
 
 @settings(max_examples=25)
@@ -188,15 +203,34 @@ def test_what_a_group_carries_is_there_until_it_leaves_and_not_after(server: Ser
     async def play() -> None:
         bus = await Bus.connect(server.url, f"payloads-{uuid.uuid4().hex[:12]}", wait_s=60.0)
         try:
-            model = Model(bus)
-            await model.start()
-            for name in names:
-                await getattr(model, name)()
-                await model.check()
+            await _play(bus, names)
         finally:
             await bus.close()
 
     asyncio.run(play())
+
+
+@settings(max_examples=25)
+@given(st.lists(STEPS, max_size=40))
+def test_so_is_what_it_keeps_on_shelves(server: Server, names: list[str]) -> None:
+    async def play(folder: Path) -> None:
+        bus = await Bus.connect(server.url, f"shelves-{uuid.uuid4().hex[:12]}", wait_s=60.0)
+        try:
+            async with served(bus, folder, "reward-0") as shelf, served(bus, folder, "reward-1") as other:
+                bus.shelf = shelf
+                model = await _play(bus, names)
+                for each in (shelf, other):
+                    await each.sweep()
+                await model.check()
+                kept = {int(path.name.partition("-")[0]) for path in folder.glob("*/*")}
+                needed = {int(fields[b"id"]) for _, fields in await bus.xrange(JOURNAL)}
+                needed |= model.on_stream.keys() | model.dead.keys() | {int(g) for g in await bus.hgetall(GENERATING)}
+                assert kept <= needed
+        finally:
+            await bus.close()
+
+    with tempfile.TemporaryDirectory() as folder:
+        asyncio.run(play(Path(folder)))
 
 
 async def test_a_commit_takes_the_server_no_longer_for_large_groups(bus: Bus) -> None:

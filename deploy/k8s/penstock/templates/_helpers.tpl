@@ -137,6 +137,7 @@ yes
       "code" $code
       "executor" (dig "reward" "executor" "address" "" $toml)
       "python" (not (empty (dig "episodes" "executor" "" $toml)))
+      "shelves" (gt (dig "bus" "shelve_above_bytes" 0 $toml | int64) (int64 0))
       "tracks" (not (empty (dig "tracking" "sinks" list $toml))) | mustToJson -}}
 {{- end -}}
 

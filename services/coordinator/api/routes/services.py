@@ -141,7 +141,7 @@ def dead_letter_routes(parts: Parts) -> APIRouter:
         dead_letter = await soon(dead_letters.read_one(parts.bus, stream, entry))
         if dead_letter is None:
             raise _gone(stream, entry)
-        message, unreadable = decode(dead_letter)
+        message, unreadable = await soon(decode(parts.bus, dead_letter))
         return DeadLetterMessage(**_letter(dead_letter).model_dump(), message=message, unreadable=unreadable)
 
     @router.post("/{stream}/{entry}/requeue", operation_id="requeueDeadLetter", summary="Requeue it")
