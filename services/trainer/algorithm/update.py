@@ -20,6 +20,7 @@ from penstock.services.trainer.algorithm.kinds import kind_of
 from penstock.services.trainer.algorithm.minibatches import StepBatch, lay_out
 from penstock.services.trainer.algorithm.schedule import critic_learning_rate, learning_rate
 from penstock.services.trainer.algorithm.step_totals import check_finite, look_back, settings_digest
+from penstock.services.trainer.batch.token_data import LossInputs
 from penstock.services.trainer.model.engine import TrainingEngine
 from penstock.services.trainer.model.experts import take_imbalance
 from penstock.services.trainer.model.forward_passes import ForwardPasses
@@ -85,11 +86,7 @@ class Learner:
             known, step, self._kind, self._settings, self._policy, algorithm.minibatches, repeated
         )
         inputs = [micro_batch for minibatch in minibatches for micro_batch in minibatch.inputs]
-        routed: dict[str, float] = {}
-        if self._routes is not None:
-            with self._phases.measure("routes"):
-                routed, known = self._routes.exchange([each.batch for each in inputs])
-            plan = dataclasses.replace(plan, layout=f"{plan.layout}{known}")
+        routed, plan = self._routed(inputs, plan)
         self._estimates.fill(inputs, known, self._kind)
 
         rate = learning_rate(self._settings, step, peak)
@@ -118,6 +115,14 @@ class Learner:
         peak_tflops, device = self._settings.internal.peak_tflops, self._policy.device
         measured |= utilisation(flops, self._spent_s() - spent_s, peak_tflops, device)
         return measured | look_back(inputs, algorithm, has_samples="reference_kl" in measured)
+
+    def _routed(self, inputs: Sequence[LossInputs], plan: StepPlan) -> tuple[dict[str, float], StepPlan]:
+        """Take the routes of the step's passes; return figures, and the plan with what has routes. Collective."""
+        if self._routes is None:
+            return {}, plan
+        with self._phases.measure("routes"):
+            figures, of_routes = self._routes.exchange([each.batch for each in inputs])
+        return figures, dataclasses.replace(plan, layout=f"{plan.layout}{of_routes}")
 
     def offer(self, routes: Mapping[bytes, bytes]) -> None:
         """Give rank 0 the routes of the next step's samples, by claim."""
