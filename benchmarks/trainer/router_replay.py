@@ -6,11 +6,12 @@
 An engine draws completions in bfloat16 and records the experts of each token; the trainer's model scores them in packed
 rows, in bfloat16, too. ``kl`` is the mean of exp(d) − 1 − d over tokens, d = trainer's − engine's logprob: an estimate of
 KL(engine ‖ trainer). ``same_experts`` is the share of (token, layer) pairs for which both choose the same experts by
-themselves. Fails if the routes of a sample are missing, or replay leaves more than 0.4 of the mismatch.
+themselves; ``bus_ratio_1024`` what a sample of 1,024 tokens takes on the bus with its claim, by what it takes without. Fails if the routes of a sample are missing, or replay leaves more than 0.4 of the mismatch.
 """
 
 import argparse
 import asyncio
+import dataclasses
 import json
 import sys
 import tempfile
@@ -27,7 +28,18 @@ from penstock.services.rollout.engines.engine import GeneratedSample, Generation
 from penstock.services.trainer.batch.packing import PackedRow, micro_batch
 from penstock.services.trainer.model.policy import Policy
 from penstock.services.trainer.model.routing import replay
-from penstock.shared.bus.messages import PolicyRecord, PolicyVersion, Sampling
+from penstock.shared.bus.claims import Claim, Holder
+from penstock.shared.bus.encoding import wire
+from penstock.shared.bus.messages import (
+    FinishReason,
+    GroupId,
+    PolicyRecord,
+    PolicyVersion,
+    Prompt,
+    RolloutGroup,
+    Sample,
+    Sampling,
+)
 
 SIZES: dict[str, dict[str, int]] = {
     "small": {
@@ -114,7 +126,8 @@ def compare(model: Any, requests: Sequence[GenerationRequest], groups: Sequence[
         if hasattr(module, "_is_expert_parallel"):
             module.register_forward_pre_hook(lambda _, given: chosen.append(given[1].sort(-1).values.cpu()))
     differences: dict[bool, list[np.ndarray]] = {False: [], True: []}
-    equal, pairs, missing, nbytes, device = 0, 0, 0, 0, next(model.parameters()).device
+    missing, nbytes, device = 0, 0, next(model.parameters()).device
+    equal: dict[str, list[bool]] = {"prompts": [], "completions": []}
     for number, (request, drawn) in enumerate(zip(requests, groups, strict=True)):
         samples = with_texts(drawn, [""] * len(drawn), supports=False)
         plan.forget()
@@ -125,7 +138,7 @@ def compare(model: Any, requests: Sequence[GenerationRequest], groups: Sequence[
             if of.routes is not None:
                 plan.take(claim, of.routes.tobytes(), len(request.prompt_token_ids) + len(of.token_ids) - 1)
                 nbytes += of.routes.nbytes
-            claimed.append(type(sample)(**{**_fields(sample), "routes": claim}))
+            claimed.append(dataclasses.replace(sample, routes=claim))
         batch = micro_batch([PackedRow(request.prompt_token_ids, tuple(claimed), tuple(range(len(claimed))))])
         routes_TLK = plan.routes_of(batch, device)
         chosen.clear()
@@ -135,21 +148,36 @@ def compare(model: Any, requests: Sequence[GenerationRequest], groups: Sequence[
         live = policy(batch).policy_logprobs_N
         if routes_TLK is not None:
             same_TL = (torch.stack(chosen, 1) == routes_TLK.sort(-1).values.cpu()).all(-1)
-            equal, pairs = equal + int(same_TL.sum()), pairs + same_TL.numel()
+            equal["prompts"] += same_TL[: len(request.prompt_token_ids)].flatten().tolist()
+            equal["completions"] += same_TL[len(request.prompt_token_ids) :].flatten().tolist()
         for is_replayed, logprobs in ((True, with_routes), (False, live)):
             differences[is_replayed].append(logprobs.double().cpu().numpy() - batch.behavior_logprobs_N)
     kl = {key: float(np.mean(np.expm1(d) - d)) for key, d in ((k, np.concatenate(v)) for k, v in differences.items())}
     most = {key: float(np.abs(np.concatenate(value)).max()) for key, value in differences.items()}
     tokens = sum(len(each) for each in differences[True])
     return {
-        "tokens": tokens, "missing_routes": missing, "same_experts": equal / max(1, pairs),
+        "tokens": tokens, "missing_routes": missing, "same_experts": {part: float(np.mean(of)) for part, of in equal.items()},
         "kl_live": kl[False], "kl_replayed": kl[True], "kl_ratio": kl[True] / kl[False],
         "largest_live_nats": most[False], "largest_replayed_nats": most[True], "route_bytes_a_token": nbytes / tokens,
     }  # fmt: skip
 
 
-def _fields(sample: Any) -> dict[str, Any]:
-    return {name: getattr(sample, name) for name in sample.__dataclass_fields__}
+def bus_ratio(tokens: int) -> float:
+    """Return the bytes of a sample's entry with a claim by those without, for ``tokens`` of 4 characters each."""
+    generator = np.random.default_rng(0)
+    sample = Sample(
+        generator.integers(0, 150_000, tokens).astype(np.int32), -generator.random(tokens).astype(np.float32),
+        np.zeros((1, 2), np.int32), FinishReason.STOP, "word" * tokens,
+    )  # fmt: skip
+    holders = Holder("run-rollout-0", "10.0.0.1:40000"), Holder("run-rollout-1", "10.0.0.2:40000")
+    claim = wire.encode(Claim(7, "0" * 64, 384 * tokens, holders))
+    prompt = Prompt(GroupId("7"), "problems.jsonl:7", Sampling(8, tokens, 1.0), sample=0)
+    parts = (
+        RolloutGroup(prompt, np.zeros(64, np.int32), (each,), "run-rollout-0", 0.0, 0.0)
+        for each in (sample, dataclasses.replace(sample, routes=claim))
+    )
+    without, with_claim = (len(wire.encode(part)) for part in parts)
+    return with_claim / without
 
 
 def main() -> None:
@@ -176,7 +204,7 @@ def main() -> None:
     figures = compare(model, requests, groups)
     shown = {"benchmark": "router_replay", "engine": given.engine, "device": device, "size": given.size}
     shown["parameters"] = sum(weight.numel() for weight in model.parameters())
-    print(json.dumps({**shown, **figures, "drawn_s": drawn_s}))
+    print(json.dumps({**shown, **figures, "bus_ratio_1024": bus_ratio(1024), "drawn_s": drawn_s}))
     sys.exit(bool(figures["missing_routes"]) or not figures["kl_ratio"] <= MOST)
 
 
