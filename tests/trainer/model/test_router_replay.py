@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from penstock.services.trainer.model.policy import Policy
 from penstock.services.trainer.model.routing import replay
 from penstock.shared.errors import SettingsError
 from penstock.shared.model import routes
+from penstock.shared.settings import Settings
 from tests.support import tiny
 from tests.support.expert_ranks import family
 from tests.support.packed import rows
@@ -192,3 +194,21 @@ def test_routes_that_cannot_be_the_models_are_refused() -> None:
 def test_models_whose_routers_are_not_known_are_refused(of: Any) -> None:
     with pytest.raises(SettingsError, match=r"trainer.router_replay is tested with deepseek_v2, .* set it to false"):
         replay.install(of())
+
+
+@pytest.mark.parametrize(
+    ("tables", "found"),
+    [
+        ({"policy": {"lora": {"rank": 4}}}, "policy.lora"),
+        ({"algorithm": {"preset": "ppo"}}, "a critic"),
+        ({"algorithm": {"preset": "dpo"}}, "algorithm.loss = 'dpo'"),
+        ({"rollout": {"engine": "scripted"}}, "rollout.engine = 'scripted', which has no experts"),
+        ({"trainer": {"zero_stage": 3}}, "trainer.zero_stage = 3"),
+        ({"trainer": {"ranks": 2, "sequence_parallel": 2}}, "trainer.sequence_parallel = 2"),
+        ({"rollout": {"vllm": {"tensor_parallel_size": 2}}}, "rollout.vllm.tensor_parallel_size > 1"),
+    ],
+)
+def test_what_was_not_tested_with_replay_is_refused(tables: dict[str, Any], found: str) -> None:
+    trainer = {"router_replay": True, **tables.get("trainer", {})}
+    with pytest.raises(ValueError, match=re.escape(f"expected trainer.router_replay = false with {found}, found true")):
+        Settings.model_validate({**tables, "trainer": trainer})
