@@ -66,9 +66,8 @@ async def run_groups(buses: dict[str, Bus], groups: int, samples: int, tokens: i
         assert await reward.hand_over(scored, EXPERIENCE, make_experience(whole))
     batch = []
     for _ in range(groups):
-        (taken,) = await bus.read(EXPERIENCE, Experience, "trainer", 1, None)
-        assert len(await bus.whole(taken.data)) > samples * tokens * 8
-        batch.append(taken)
+        batch += await bus.read(EXPERIENCE, Experience, "trainer", 1, None)
+        assert len(await bus.whole(batch[-1].data)) > samples * tokens * 8
     memory = await raw(bus).info("memory")
     report = StepReport(1, PolicyVersion(1), 1.5e9, groups * samples, {}, {})
     started_s = time.perf_counter()

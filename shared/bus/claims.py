@@ -1,4 +1,4 @@
-"""Claims: what stands on the bus for a payload that is kept on shelves (``penstock.shared.shelf``).
+"""Claims: what the bus carries instead of a payload that shelves keep (``penstock.shared.shelf``).
 
 ::
 
@@ -62,7 +62,7 @@ class Claim:
     """The encoded prompt, unless it is beside the claim."""
 
     def check(self) -> None:
-        """Raise ValueError if the digest is none."""
+        """Raise ValueError for another digest than a SHA-256."""
         if _DIGEST.fullmatch(self.digest) is None:
             raise ValueError(f"expected a SHA-256 of 64 hexadecimal digits, found {self.digest[:80]!r}")
 

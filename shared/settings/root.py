@@ -29,7 +29,6 @@ from penstock.shared.settings.run import (
     RunSettings,
     TelemetrySettings,
     TrackingSettings,
-    check_shelves,
 )
 from penstock.shared.settings.section import Section, shown
 from penstock.shared.settings.trainer import TrainerSettings, check_experts
@@ -192,9 +191,9 @@ class Settings(Section):
             _check_mixture,
             _check_episodes,
             check_placement,
-            check_shelves,
         ):
             rule(self)
+        self.bus.check_shelves(self.kind, self.run.deterministic)
         if self.rollout.engine in ("transformers", "scripted"):
             check_plain_engine(self, self.rollout.engine)
         check_reproducible(self, self.rollout.engine)

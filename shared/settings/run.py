@@ -3,7 +3,7 @@
 import enum
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
 
@@ -11,9 +11,6 @@ from penstock.shared.dataset_source import DatasetSource
 from penstock.shared.errors import SettingsError
 from penstock.shared.expression import Condition
 from penstock.shared.settings.section import OptionalPath, Section
-
-if TYPE_CHECKING:
-    from penstock.shared.settings.root import Settings
 
 _OWN_ARGUMENTS = frozenset(
     [
@@ -96,6 +93,20 @@ class BusSettings(Section):
     death of a replica costs its groups a second generation."""
     shelf_bytes: PositiveInt = Field(default=8 << 30)
     """Most bytes of them on one replica; the bus carries what finds no room."""
+
+    def check_shelves(self, kind: RunKind, deterministic: str) -> None:
+        """Raise ValueError where shelves cannot keep what other settings promise, or have no effect."""
+        if not self.shelve_above_bytes:
+            for name in ("payload_copies", "shelf_bytes"):
+                if (value := getattr(self, name)) != type(self).model_fields[name].default:
+                    raise ValueError(f"bus.{name} = {value} has no effect with bus.shelve_above_bytes = 0: remove it")
+        elif not kind.generates:
+            raise ValueError("bus.shelve_above_bytes has no effect, as nothing is generated: remove it")
+        elif deterministic == "run":
+            raise ValueError(
+                'expected bus.shelve_above_bytes = 0 with run.deterministic = "run", as a group whose payload is lost is '
+                "generated again by another version: change one of them"
+            )
 
 
 class DataSettings(Section):
@@ -195,19 +206,3 @@ class TelemetrySettings(Section):
 
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field(default="INFO")
     """Least severe level that is logged."""
-
-
-def check_shelves(settings: "Settings") -> None:
-    """Raise ValueError where shelves cannot keep what ``settings`` promise, or have no effect."""
-    bus, defaults = settings.bus, BusSettings()
-    if not bus.shelve_above_bytes:
-        for name in ("payload_copies", "shelf_bytes"):
-            if (found := getattr(bus, name)) != getattr(defaults, name):
-                raise ValueError(f"bus.{name} = {found} has no effect with bus.shelve_above_bytes = 0: remove it")
-    elif not settings.kind.generates:
-        raise ValueError("bus.shelve_above_bytes has no effect, as nothing is generated: remove it")
-    elif settings.run.deterministic == "run":
-        raise ValueError(
-            'expected bus.shelve_above_bytes = 0 with run.deterministic = "run", as a group whose payload is lost is generated again by '
-            "another version: change one of them"
-        )

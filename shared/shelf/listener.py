@@ -80,7 +80,8 @@ class Listener:
                 await protocol.say(writer, {"go": True})
                 hashed = hashlib.sha256()
                 async for part in protocol.parts(reader, size):
-                    await asyncio.to_thread(lambda part=part: (hashed.update(part), file.write(part)))
+                    await asyncio.to_thread(hashed.update, part)
+                    await asyncio.to_thread(file.write, part)
                 if hashed.hexdigest() != digest:
                     raise PeerError("expected the payload of a digest of the peer, found another")
         except ShelfFull:

@@ -44,8 +44,8 @@ _LAST_SWEEP_S = 2.0
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Limits:
-    """``above_bytes``: least size of a payload that is shelved, plus one; 0: none is. ``copies``: with the own one.
-    ``lost_after_s``: how long a silent holder is waited for. ``sweep_s``: time between two looks for what may go.
+    """``above_bytes``: larger payloads are shelved; 0: the bus carries all. ``copies``: with the own one. ``lost_after_s``: how
+    long a silent holder is waited for. ``sweep_s``: between two sweeps.
     """
 
     above_bytes: int
@@ -141,7 +141,7 @@ class Shelf:
         started_s = time.monotonic()
         while payload is None:
             waits = False
-            for holder in claim.holders:
+            for holder in sorted(claim.holders, key=lambda holder: holder.replica in self._silent_since_s):
                 try:
                     payload = await self._fetched(holder, claim)
                 except _LOST_ERRORS as error:
@@ -187,15 +187,19 @@ class Shelf:
         """Delete the payloads of groups that have left the bus: a group is in flight before its payloads are put."""
         if names := self._store.names:
             exists, ids = await self._bus.script("shelved", streams=_SWEPT)
-            if exists:
+            if exists:  # a bus without a run has lost it, and may get it back
                 needed = {int(group) for group in ids if group.isdigit()}
                 await asyncio.to_thread(self._store.drop, [name for name in names if name[0] not in needed])
                 self.values["shelf_bytes"] = float(self._store.nbytes)
 
     async def keep_swept(self) -> None:
-        """Sweep for ever; the larger the fleet, the less often."""
+        """Sweep until cancelled; the larger the fleet, the less often."""
+        wait_s = self._limits.sweep_s
         while True:
-            await asyncio.sleep(max(self._limits.sweep_s, 0.1 * await count_replicas(self._bus)))
+            await asyncio.sleep(wait_s)
+            if not self._store.names:
+                continue
+            wait_s = max(self._limits.sweep_s, 0.1 * await count_replicas(self._bus))
             try:
                 await self.sweep()
             except OSError as error:

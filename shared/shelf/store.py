@@ -79,10 +79,10 @@ class Store:
                 self._coming -= size
 
     def read(self, group_id: int, digest: str) -> bytes | None:
-        """Return a payload, checked; None: it is not here, or damaged."""
+        """Return a payload, checked; None: it is not here, or cannot be read."""
         try:
             payload = (self._folder / f"{group_id}-{digest}").read_bytes()
-        except FileNotFoundError:
+        except OSError:
             return None
         if hashlib.sha256(payload).hexdigest() != digest:
             self.drop([(group_id, digest)])
