@@ -144,7 +144,8 @@ def install(model: Any) -> RouterReplay:
         )
     layers = tuple(int(_LAYER.findall(name)[-1]) for name in routers)
     replay = RouterReplay(layers, int(model.config.get_text_config().num_hidden_layers), *sizes.pop())
-    routed_router, routed_layer = functools.cache(replay.routed_router), functools.cache(replay.routed_layer)
+    routed_router: Any = functools.cache(replay.routed_router)
+    routed_layer: Any = functools.cache(replay.routed_layer)
     for place, router in enumerate(routers.values()):
         router.penstock_mixture = place
         router.__class__ = routed_router(type(router))
