@@ -171,7 +171,7 @@ def bus_ratio(tokens: int) -> float:
     )  # fmt: skip
     holders = Holder("run-rollout-0", "10.0.0.1:40000"), Holder("run-rollout-1", "10.0.0.2:40000")
     claim = wire.encode(Claim(7, "0" * 64, 384 * tokens, holders))
-    prompt = Prompt(GroupId("7"), "problems.jsonl:7", Sampling(8, tokens, 1.0), sample=0)
+    prompt = Prompt(GroupId(7), "problems.jsonl:7", Sampling(8, tokens, 1.0), sample=0)
     parts = (
         RolloutGroup(prompt, np.zeros(64, np.int32), (each,), "run-rollout-0", 0.0, 0.0)
         for each in (sample, dataclasses.replace(sample, routes=claim))

@@ -18,6 +18,6 @@ async def made(
         return samples
     claimed = []
     for sample, of in zip(samples, generated, strict=True):
-        claim = None if of.routes is None else await bus.shelf.put(of.routes.tobytes(), int(prompt.group_id))
+        claim = None if of.routes is None else await bus.shelf.put(of.routes.tobytes(), prompt.group_id)
         claimed.append(sample if claim is None else dataclasses.replace(sample, routes=wire.encode(claim)))
     return tuple(claimed)
