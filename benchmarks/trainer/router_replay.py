@@ -93,7 +93,9 @@ def by_transformers(model: Any, requests: Sequence[GenerationRequest], device: s
     return [finished[place] for place in range(len(requests))]
 
 
-async def by_vllm(model: Any, requests: Sequence[GenerationRequest], folder: Path) -> list[Sequence[GeneratedSample]]:
+async def by_vllm(
+    model: Any, requests: Sequence[GenerationRequest], folder: Path, *, eager: bool
+) -> list[Sequence[GeneratedSample]]:
     from benchmarks.rollout.policy import put
     from penstock.services.rollout.engines.vllm.arguments import gather, recording
     from penstock.services.rollout.engines.vllm.start import open_vllm
@@ -104,8 +106,8 @@ async def by_vllm(model: Any, requests: Sequence[GenerationRequest], folder: Pat
     written = write_snapshot(folder / "weights", PolicyVersion(0), 0, model.named_parameters(), torch.bfloat16)
     record = PolicyRecord(PolicyVersion(0), None, 0, 0.0, written.digest, str(written.location))
     arguments = gather(
-        str(folder / "policy"), dtype="bfloat16", seed=0, max_num_seqs=256, max_model_len=2048,
-        gpu_memory_utilization=0.4,
+        str(folder / "policy"), dtype="bfloat16", seed=0, max_num_seqs=64, max_model_len=1024,
+        gpu_memory_utilization=0.1, enforce_eager=eager, arguments={"kv_cache_memory_bytes": 2 << 30},
     )  # fmt: skip
     engine = await open_vllm(arguments | recording())
     try:
@@ -189,6 +191,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=4)
     parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--eager", action="store_true", help="vLLM without CUDA graphs")
     given = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model, started_s = build(given.size, device), time.perf_counter()
@@ -197,7 +200,7 @@ def main() -> None:
     requests = [GenerationRequest(own, sampling, seed) for seed, own in enumerate(ids)]
     if given.engine == "vllm":
         with tempfile.TemporaryDirectory() as folder:
-            groups = asyncio.run(by_vllm(model, requests, Path(folder)))
+            groups = asyncio.run(by_vllm(model, requests, Path(folder), eager=given.eager))
     else:
         groups = by_transformers(model, requests, device)
     drawn_s = time.perf_counter() - started_s

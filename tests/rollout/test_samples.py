@@ -9,7 +9,7 @@ from penstock.services.rollout import samples
 from penstock.services.rollout.engines.engine import GeneratedSample
 from penstock.services.trainer.rank0.routes import fetch
 from penstock.shared.bus.bus import Bus
-from penstock.shared.bus.messages import Experience, FinishReason, Purpose
+from penstock.shared.bus.messages import Experience, FinishReason, Purpose, Sample
 from penstock.shared.settings import TrainerSettings
 from tests.support import builders
 from tests.support.shelves import LIMITS, served
@@ -24,7 +24,7 @@ def generated(routes: np.ndarray | None) -> GeneratedSample:
     return GeneratedSample(ids, np.zeros(4, np.float32), spans, FinishReason.STOP, routes=routes)
 
 
-def scored(of: tuple[object, ...]) -> Experience:
+def scored(of: tuple[Sample, ...]) -> Experience:
     whole = builders.experience(7, (1.0,) * len(of))
     return dataclasses.replace(whole, group=dataclasses.replace(whole.group, samples=of))
 

@@ -216,7 +216,7 @@ def replayed(parallel: int) -> dict[str, Any]:
     learner, generator, known = Learner(trained, of, Phases()), np.random.default_rng(0), dict[bytes, bytes]()
     data = []
     for experience in test_update.batch(longer=3):
-        samples = []
+        samples: list[Any] = []
         for sample in experience.group.samples:
             positions = len(experience.group.prompt_token_ids) + len(sample.token_ids) - 1
             order = generator.random((positions, plan.decoder_layers, plan.experts)).argsort(-1)

@@ -13,7 +13,7 @@ import torch
 from penstock.shared.bus.bus import Bus
 from penstock.shared.bus.claims import Claim
 from penstock.shared.bus.encoding import wire
-from penstock.shared.bus.messages import StepReport
+from penstock.shared.bus.messages import Sample, StepReport
 from penstock.shared.bus.stores.replicas.run_secret import RunSecret
 from penstock.shared.bus.streams import EXPERIENCE, STEPS
 from penstock.shared.shelf.shelf import Shelf
@@ -30,7 +30,7 @@ async def feed(bus: Bus, shelf: Shelf, start: int, count: int) -> None:
     """Append groups whose samples have random routes; of each third group the first sample's are lost."""
     for number in range(start, start + count):
         generator, whole = np.random.default_rng(number), experience(number)
-        samples = []
+        samples: list[Sample] = []
         for sample in whole.group.samples:
             positions = len(whole.group.prompt_token_ids) + len(sample.token_ids) - 1
             routes = generator.random((positions, LAYERS, EXPERTS)).argsort(-1)[..., :TOP].astype(np.uint8)
