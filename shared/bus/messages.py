@@ -220,7 +220,7 @@ class Sample:
     environment_reward: Annotated[float, _ANY] | None = None
     turn_rewards: Annotated[Float32Array, _ANY] = dataclasses.field(default_factory=no_logprobs)
     """Of each sampled segment; empty: none."""
-    routes: Annotated[bytes, FieldLimits(length=1024)] = b""
+    routes: Annotated[bytes, FieldLimits(length=1 << 14)] = b""
     """A claim (``penstock.shared.model.routes``); empty: not recorded."""
 
     @property

@@ -250,10 +250,10 @@ def micro_batch(rows: Sequence[PackedRow], sizes: ModelSizes = TOKENS_ALONE) -> 
 
 
 def _routed(row: PackedRow, start: int) -> list[RoutedSample]:
-    """Return the samples of a row at ``start`` whose experts are known: of the prompt and all tokens but the last."""
+    """Return the completions of a row at ``start`` whose experts are known: of the prompt and all tokens but the last."""
     prompt, routed = np.arange(len(row.prompt_token_ids)), []
     for sample, before in zip(row.samples, row.layout.before_S, strict=True):
-        if sample.routes:
+        if sample.routes and not len(sample.segments):
             places = np.concatenate([prompt, before[1:]])
             routed.append(RoutedSample(sample.routes, np.where(places < 0, -1, places + start)))
     return routed

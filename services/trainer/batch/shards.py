@@ -41,7 +41,6 @@ def _part(whole: MicroBatch, ids_BT: Int64Array, segments: Segments, rank: int, 
         temperatures_N=whole.temperatures_N[places_N],
         support=None if whole.support is None else whole.support.at(places_N),
         teacher=None if whole.teacher is None else whole.teacher.at(places_N),
-        routed=(),
         ranks=ranks,
     )
     shard = Shard(part, places_N, len(whole.targets_N))
