@@ -36,6 +36,7 @@ MOST_REQUEUES = 20
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _MARK = b"\xa4kind\xa5claim"
 _ARRAY = b"\xdd"
+_STREAMS = (ROLLOUTS, EXPERIENCE, ROLLOUTS.dead, EXPERIENCE.dead)
 _NAME = FieldLimits(length=1024)
 _ID = FieldLimits(0, (1 << 53) - 1)
 
@@ -117,6 +118,11 @@ class Claims(Commands):
             if isinstance(error, BaseException):
                 raise error
         return bytes(msgpack.packb(fetched))
+
+    async def groups_with_payloads(self) -> frozenset[int] | None:
+        """Return the groups in flight, in the journal and among dead letters; None: the bus has lost the run, or has none."""
+        exists, ids = await self.script("shelved", streams=_STREAMS)
+        return frozenset(int(group) for group in ids if group.isdigit()) if exists else None
 
     async def _fetched(self, piece: bytes) -> bytes:
         if not is_claim(piece):

@@ -12,7 +12,6 @@ from urllib.parse import quote
 
 from prometheus_client import Counter, Gauge
 
-from penstock.shared.bus import streams
 from penstock.shared.bus.bus import Bus
 from penstock.shared.bus.claims import Claim, Holder
 from penstock.shared.bus.stores.replicas.heartbeats import Heartbeat, count_replicas, heartbeat_of, some_heartbeats
@@ -37,7 +36,6 @@ _PARTNERS_S = 30.0
 _AGAIN_S = 0.5
 _LOST_ERRORS = (PeerError, OSError, TimeoutError)
 _HOST = socket.gethostname()
-_SWEPT = (streams.ROLLOUTS, streams.EXPERIENCE, streams.ROLLOUTS.dead, streams.EXPERIENCE.dead)
 _HOLDERS = ("rollout", "reward", "episodes")
 _LAST_SWEEP_S = 2.0
 
@@ -186,9 +184,8 @@ class Shelf:
     async def sweep(self) -> None:
         """Delete the payloads of groups that have left the bus: a group is in flight before its payloads are put."""
         if names := self._store.names:
-            exists, ids = await self._bus.script("shelved", streams=_SWEPT)
-            if exists:  # a bus without a run has lost it, and may get it back
-                needed = {int(group) for group in ids if group.isdigit()}
+            needed = await self._bus.groups_with_payloads()
+            if needed is not None:
                 await asyncio.to_thread(self._store.drop, [name for name in names if name[0] not in needed])
                 self.values["shelf_bytes"] = float(self._store.nbytes)
 

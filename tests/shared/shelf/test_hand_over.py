@@ -22,7 +22,7 @@ from penstock.shared.bus.streams import EXPERIENCE, PROMPTS, ROLLOUTS
 from penstock.shared.errors import MessageError, ShelfLost
 from tests.conftest import Server
 from tests.support import builders
-from tests.support.coordinator_players import record
+from tests.support.coordinator_players import record, report
 from tests.support.raw_redis import raw
 from tests.support.shelves import LIMITS, reader, served
 
@@ -171,6 +171,24 @@ async def test_a_group_whose_payload_is_lost_again_and_again_is_buried(bus: Bus,
         assert await bus.counts() == {"dead:experience": 1}
         ((_, fields),) = await bus.xrange(EXPERIENCE.dead)
         assert b"gone" in fields[b"reason"]
+
+
+async def test_a_step_is_replayed_from_shelves_and_not_if_a_payload_of_it_is_lost(bus: Bus, tmp_path: Path) -> None:
+    ledger = Ledger(bus)
+    epoch = await ledger.take_epoch()
+    await ledger.commit(epoch, record(0, None, 0), [], None)
+    async with served(bus, tmp_path, "a") as bus.shelf, served(bus, tmp_path, "b"):
+        for group in (0, 1):
+            await bus.publish(ROLLOUTS, builders.group(group), str(group))
+            (delivery,) = await bus.read(ROLLOUTS, RolloutGroup, "reward-0", 1, None)
+            assert await bus.hand_over(delivery, EXPERIENCE, builders.experience(group))
+        batch = await bus.read(EXPERIENCE, Experience, "trainer", 2, None)
+        await ledger.commit(epoch, record(1, 0, 1), batch, report(1, 1))
+        replayed = [wire.decode(entry.data, Experience).group_id for entry in await ledger.journal("")]
+        assert replayed == [0, 1]
+        for path in tmp_path.glob("*/1-*"):
+            path.unlink()
+        assert await ledger.journal("") == [], "the run goes back to its checkpoint"
 
 
 @pytest.mark.parametrize("spoiled", ["digest", "holders", "array", "cut"])
