@@ -7,7 +7,7 @@ import numpy as np
 
 from penstock.services.rollout import samples
 from penstock.services.rollout.engines.engine import GeneratedSample
-from penstock.services.trainer.rank0.routes import fetch
+from penstock.services.trainer.rank0.mailbox.routes import fetch
 from penstock.shared.bus.bus import Bus
 from penstock.shared.bus.messages import Experience, FinishReason, Purpose, Sample
 from penstock.shared.settings import TrainerSettings

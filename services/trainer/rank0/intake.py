@@ -46,7 +46,7 @@ from penstock.services.trainer.batch.staleness import (
     without_long,
 )
 from penstock.services.trainer.metrics import LEFT
-from penstock.services.trainer.rank0.routes import fetch
+from penstock.services.trainer.rank0.mailbox.routes import fetch
 from penstock.shared.bus.assembly import part_of_group
 from penstock.shared.bus.branches import is_branched, longest_branch
 from penstock.shared.bus.bus import Bus, Delivery, EntryId

@@ -89,16 +89,16 @@ def expected(name: str, of: list[PackedRow], known: dict[bytes, np.ndarray]) -> 
             logits = model(input_ids=ids[None, :-1]).logits[0]
             logprobs = torch.log_softmax(logits, -1).gather(-1, ids[1:, None])[:, 0]
             collected.append(logprobs[len(row.prompt_token_ids) - 1 :])
-    found = torch.cat(collected)
-    found.mean().backward()
-    return found.detach(), {path: weight.grad for path, weight in model.named_parameters()}
+    logprobs = torch.cat(collected)
+    logprobs.mean().backward()
+    return logprobs.detach(), {path: weight.grad for path, weight in model.named_parameters()}
 
 
 def computed(of: Policy, batch: Any) -> tuple[torch.Tensor, dict[str, Any]]:
     of.zero_grad()
-    found = of(batch).policy_logprobs_N
-    found.mean().backward()
-    return found.detach(), gradients(of)
+    logprobs = of(batch).policy_logprobs_N
+    logprobs.mean().backward()
+    return logprobs.detach(), gradients(of)
 
 
 def gradients(of: Policy) -> dict[str, Any]:
@@ -159,7 +159,7 @@ def test_tokens_without_routes_are_routed_live() -> None:
 def test_layers_that_are_computed_again_route_as_they_did_first() -> None:
     kept, again = policy_of("qwen3_moe"), policy_of("qwen3_moe")
     again.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    found = []
+    passes = []
     for policy in (kept, again):
         (first, _), (second, _) = routed(policy, 0), routed(policy, 1)
         renamed = [  # beside the first ones
@@ -174,8 +174,8 @@ def test_layers_that_are_computed_again_route_as_they_did_first() -> None:
             plan.take(b"2" + claim, own.tobytes(), len(own))
         sums = [policy(micro_batch(each)).policy_logprobs_N.mean() for each in (first, renamed)]
         (sums[0] - 2 * sums[1]).backward()
-        found.append((torch.stack(sums).detach(), gradients(policy)))
-    assert gap(found[1], found[0]) == 0
+        passes.append((torch.stack(sums).detach(), gradients(policy)))
+    assert gap(passes[1], passes[0]) == 0
 
 
 def test_routes_that_cannot_be_the_models_are_refused() -> None:
@@ -197,7 +197,7 @@ def test_models_whose_routers_are_not_known_are_refused(of: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tables", "found"),
+    ("tables", "other"),
     [
         ({"policy": {"lora": {"rank": 4}}}, "policy.lora"),
         ({"algorithm": {"preset": "ppo"}}, "a critic"),
@@ -208,7 +208,7 @@ def test_models_whose_routers_are_not_known_are_refused(of: Any) -> None:
         ({"rollout": {"vllm": {"tensor_parallel_size": 2}}}, "rollout.vllm.tensor_parallel_size > 1"),
     ],
 )
-def test_what_was_not_tested_with_replay_is_refused(tables: dict[str, Any], found: str) -> None:
+def test_what_was_not_tested_with_replay_is_refused(tables: dict[str, Any], other: str) -> None:
     trainer = {"router_replay": True, **tables.get("trainer", {})}
-    with pytest.raises(ValueError, match=re.escape(f"expected trainer.router_replay = false with {found}, found true")):
+    with pytest.raises(ValueError, match=re.escape(f"expected trainer.router_replay = false with {other}, found true")):
         Settings.model_validate({**tables, "trainer": trainer})

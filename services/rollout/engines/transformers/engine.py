@@ -50,7 +50,6 @@ from penstock.services.rollout.engines.transformers.inbox import (
 )
 from penstock.services.rollout.engines.transformers.ladder import Ladder
 from penstock.services.rollout.engines.transformers.loading import OpenedModel
-from penstock.services.rollout.engines.transformers.routes import RouteRecorder
 from penstock.services.rollout.engines.transformers.shadow import Shadow
 from penstock.shared.bus.messages import Float32Array, Int32Array, PolicyVersion
 from penstock.shared.errors import WeightsError
@@ -80,7 +79,6 @@ class TransformersEngine:
         threads: torch's CPU threads; 0: its default.
         host: address for replicas' pulls; empty: none.
         drain: swap only after the running batch.
-        records_routes: keep the experts of each token.
     """
 
     def __init__(
@@ -94,10 +92,8 @@ class TransformersEngine:
         secret: Secret = bytes,
         deadline_s: float = 30.0,
         drain: bool = False,
-        records_routes: bool = False,
     ) -> None:
         self._opened = opened
-        self._recorder = RouteRecorder(opened.model) if records_routes else None
         self._max_rows = max_rows
         self._alone = alone
         self._threads = threads
@@ -308,7 +304,7 @@ class TransformersEngine:
         self._running, started_at_s = batch, time.time()
         opened, tokens = self._opened, Tokens(self._opened.stop)
         requests = [asked.request for asked in batch]
-        decoding = self._decoding = Batch(opened.model, requests, tokens, opened.device, self._recorder)
+        decoding = self._decoding = Batch(opened.model, requests, tokens, opened.device, opened.recorder)
         while not decoding.finished and self._wait_while_away():
             if self._version is None:
                 raise EngineDied("expected weights before the first request: a bug")

@@ -26,11 +26,11 @@ class RouteExchange:
     def exchange(self, batches: Sequence[MicroBatch]) -> tuple[dict[str, float], str]:
         """Take the routes of this rank's passes; return the step's figures and a digest of what has routes. Collective."""
         self._replay.forget()
-        wanted = {each.claim: len(each.columns_P) for batch in batches for each in batch.routed}
+        positions = {each.claim: len(each.columns_P) for batch in batches for each in batch.routed}
         taken = []
-        for claim, payload in self._scattered(list(wanted)).items():
+        for claim, payload in self._scattered(list(positions)).items():
             try:
-                self._replay.take(claim, payload, wanted[claim])
+                self._replay.take(claim, payload, positions[claim])
                 taken.append(claim)
             except ValueError as error:
                 log.warning("sample routed live", extra={"reason": str(error)})
@@ -46,17 +46,17 @@ class RouteExchange:
         figures = {"replayed_fraction": float(sums[0] / sums[1]), "routed_live": float(sums[2])}
         return figures, hashlib.sha256(b"\n".join(known)).hexdigest() if known else ""
 
-    def _scattered(self, wanted: list[bytes]) -> dict[bytes, bytes]:
-        """Return what rank 0 was offered of the claims ``wanted`` here."""
+    def _scattered(self, claims: list[bytes]) -> dict[bytes, bytes]:
+        """Return what rank 0 was offered of the claims ``claims`` here."""
         offered, self.offered = self.offered, {}
         if dist.get_world_size() == 1:
-            return {claim: offered[claim] for claim in wanted if claim in offered}
+            return {claim: offered[claim] for claim in claims if claim in offered}
         of_ranks: list[list[bytes]] = [[]] * dist.get_world_size()
-        dist.all_gather_object(of_ranks, wanted, group=host_group())
-        parts = [{claim: offered[claim] for claim in claims if claim in offered} for claims in of_ranks]
-        own: list[dict[bytes, bytes]] = [{}]
-        dist.scatter_object_list(own, parts if dist.get_rank() == 0 else None, src=0, group=host_group())
-        return own[0]
+        dist.all_gather_object(of_ranks, claims, group=host_group())
+        parts = [{claim: offered[claim] for claim in own if claim in offered} for own in of_ranks]
+        payloads: list[dict[bytes, bytes]] = [{}]
+        dist.scatter_object_list(payloads, parts if dist.get_rank() == 0 else None, src=0, group=host_group())
+        return payloads[0]
 
 
 def _columns(batch: MicroBatch, taken: Sequence[bytes]) -> int:

@@ -138,9 +138,9 @@ def install(model: Any) -> RouterReplay:
     family = str(model.config.get_text_config().model_type)
     sizes = {(int(module.num_experts), int(module.top_k)) for module in routers.values()}
     if family not in PROVEN or len(sizes) != 1:
-        found = f"{family!r}" if routers else f"{family!r}, which is no mixture of experts"
+        model_type = f"{family!r}" if routers else f"{family!r}, which is no mixture of experts"
         raise SettingsError(
-            f"trainer.router_replay is tested with {', '.join(sorted(PROVEN))}, found {found}: set it to false"
+            f"trainer.router_replay is tested with {', '.join(sorted(PROVEN))}, found {model_type}: set it to false"
         )
     layers = tuple(int(_LAYER.findall(name)[-1]) for name in routers)
     replay = RouterReplay(layers, int(model.config.get_text_config().num_hidden_layers), *sizes.pop())
