@@ -13,9 +13,9 @@ from penstock.services.trainer.checkpoint import local_store
 from penstock.services.trainer.checkpoint.local_store import Checkpoint
 from penstock.services.trainer.rank0.branch import Branch
 from penstock.services.trainer.rank0.mailbox.commands import Command, CommandKind, decode_all
+from penstock.services.trainer.rank0.mailbox.routes import fetch
 from penstock.services.trainer.rank0.resume import find_resume, may_load
 from penstock.services.trainer.rank0.retention import Retention
-from penstock.services.trainer.rank0.mailbox.routes import fetch
 from penstock.shared.bus.stores.policy.ledger import JournalEntry, Ledger
 from penstock.shared.bus.stores.run.functions import (
     inherit_functions,
