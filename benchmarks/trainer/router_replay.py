@@ -125,8 +125,8 @@ def compare(model: Any, requests: Sequence[GenerationRequest], groups: Sequence[
     plan = policy.trunk.replay = replay.install(policy.model)
     chosen: list[torch.Tensor] = []
     for module in policy.model.modules():
-        if hasattr(module, "_is_expert_parallel"):
-            module.register_forward_pre_hook(lambda _, given: chosen.append(given[1].sort(-1).values.cpu()))
+        if type(module).__name__.endswith("Router"):
+            module.register_forward_hook(lambda *given: chosen.append(given[2][2].sort(-1).values.cpu()))
     differences: dict[bool, list[np.ndarray]] = {False: [], True: []}
     missing, nbytes, device = 0, 0, next(model.parameters()).device
     equal: dict[str, list[bool]] = {"prompts": [], "completions": []}
