@@ -1,7 +1,6 @@
 """Mismatch of replicas and trainer for a random mixture of experts, with live and with replayed routes.
 
     python -m benchmarks.trainer.router_replay
-    python -m benchmarks.trainer.router_replay --size large --engine vllm
 
 An engine draws completions in bfloat16 and records the experts of each token; the trainer's model scores them in packed
 rows, in bfloat16, too. ``kl`` is the mean of exp(d) − 1 − d over tokens, d = trainer's − engine's logprob: an estimate of
@@ -10,14 +9,11 @@ themselves; ``bus_ratio_1024`` what a sample of 1,024 tokens takes on the bus wi
 """
 
 import argparse
-import asyncio
 import dataclasses
 import json
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,7 +29,6 @@ from penstock.shared.bus.encoding import wire
 from penstock.shared.bus.messages import (
     FinishReason,
     GroupId,
-    PolicyRecord,
     PolicyVersion,
     Prompt,
     RolloutGroup,
@@ -75,7 +70,7 @@ def build(size: str, device: str) -> Any:
 
 
 def prompts(groups: int, tokens: int, vocabulary: int) -> list[np.ndarray]:
-    """Prompts, of which each second one begins as the one before it, and is read from the engine's prefix cache."""
+    """Prompts, of which each second one begins as the one before it."""
     generator = np.random.default_rng(0)
     drawn = [generator.integers(0, vocabulary, tokens).astype(np.int32) for _ in range(groups)]
     return [np.concatenate([drawn[n - n % 2][: tokens // 2], each[tokens // 2 :]]) for n, each in enumerate(drawn)]
@@ -91,31 +86,6 @@ def by_transformers(model: Any, requests: Sequence[GenerationRequest], device: s
     while not decoding.finished:
         finished.update(decoding.step(PolicyVersion(0)))
     return [finished[place] for place in range(len(requests))]
-
-
-async def by_vllm(
-    model: Any, requests: Sequence[GenerationRequest], folder: Path, *, eager: bool
-) -> list[Sequence[GeneratedSample]]:
-    from benchmarks.rollout.policy import put
-    from penstock.services.rollout.engines.vllm.arguments import gather, recording
-    from penstock.services.rollout.engines.vllm.start import open_vllm
-    from penstock.shared.weights.format.snapshot import write_snapshot
-    from penstock.shared.weights.receiver.puller import file_offer
-
-    model.save_pretrained(folder / "policy")
-    written = write_snapshot(folder / "weights", PolicyVersion(0), 0, model.named_parameters(), torch.bfloat16)
-    record = PolicyRecord(PolicyVersion(0), None, 0, 0.0, written.digest, str(written.location))
-    arguments = gather(
-        str(folder / "policy"), dtype="bfloat16", seed=0, max_num_seqs=64, max_model_len=1024,
-        gpu_memory_utilization=0.1, enforce_eager=eager, arguments={"kv_cache_memory_bytes": 2 << 30},
-    )  # fmt: skip
-    engine = await open_vllm(arguments | recording())
-    try:
-        await put(engine, file_offer(record, 60.0))
-        groups = await asyncio.gather(*(engine.generate(request) for request in requests))
-        return [group.samples for group in groups]
-    finally:
-        await engine.close()
 
 
 @torch.no_grad()
@@ -186,26 +156,20 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SIZES, default="small")
-    parser.add_argument("--engine", choices=("transformers", "vllm"), default="transformers")
     parser.add_argument("--groups", type=int, default=16)
     parser.add_argument("--samples", type=int, default=4)
     parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--new-tokens", type=int, default=128)
-    parser.add_argument("--eager", action="store_true", help="vLLM without CUDA graphs")
     given = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model, started_s = build(given.size, device), time.perf_counter()
     sampling = Sampling(samples=given.samples, max_new_tokens=given.new_tokens, temperature=1.0)
     ids = prompts(given.groups, given.prompt_tokens, model.config.vocab_size)
     requests = [GenerationRequest(own, sampling, seed) for seed, own in enumerate(ids)]
-    if given.engine == "vllm":
-        with tempfile.TemporaryDirectory() as folder:
-            groups = asyncio.run(by_vllm(model, requests, Path(folder), eager=given.eager))
-    else:
-        groups = by_transformers(model, requests, device)
+    groups = by_transformers(model, requests, device)
     drawn_s = time.perf_counter() - started_s
     figures = compare(model, requests, groups)
-    shown = {"benchmark": "router_replay", "engine": given.engine, "device": device, "size": given.size}
+    shown = {"benchmark": "router_replay", "engine": "transformers", "device": device, "size": given.size}
     shown["parameters"] = sum(weight.numel() for weight in model.parameters())
     print(json.dumps({**shown, **figures, "bus_ratio_1024": bus_ratio(1024), "drawn_s": drawn_s}))
     sys.exit(bool(figures["missing_routes"]) or not figures["kl_ratio"] <= MOST)

@@ -56,7 +56,8 @@ _REPLAY = """
 Rounding moves tokens that two experts claim alike to another expert, in a replica otherwise than in the trainer. With `trainer.router_replay` replicas
 record the experts of each token; the trainer sends the token there, with its own router's live scores and their gradients. The experts stay on the
 replicas' [shelves](reference/bus.md#shelves), a byte each, and need another replica or reward service for the second copy (`bus.payload_copies`). A sample
-whose experts are lost is routed live and counted (`routed_live`). For the model types above, with `rollout.engine = "transformers"` or vLLM 0.26.
+whose experts are lost is routed live and counted (`routed_live`). For the model types above, with `rollout.engine = "transformers"`: what vLLM records was not compared with
+the trainer yet.
 """
 _REFUSED = """
 ## Refused

@@ -81,6 +81,8 @@ async def test_routes_reach_the_ranks_and_outlive_their_replica_and_the_trainer(
         run_of(model, server, name, **of)
         for name, of in (("whole", options), ("killed", options), ("live", {**options, "router_replay": "false"}))
     )
+    for run in (whole, killed, live):
+        run.config.write_text(f'{run.config.read_text()}[rollout]\nengine = "transformers"\n')
     expected, steps = await trained(whole, tmp_path / "whole-shelf", kill=False)
     assert [report.metrics["routed_live"] for report in steps] == [1, 1, 0], "those of groups 0 and 3 are lost"
     assert all(0.6 < report.metrics["replayed_fraction"] <= 1 for report in steps)

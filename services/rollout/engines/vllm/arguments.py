@@ -34,11 +34,9 @@ NOT_SERVED = {
     "speculative_config": "behavior logprobs are those of one token a step",
     "tokenizer": "token ids go in and out: change policy.tokenizer",
     "load_format": "the first version of the weights is pulled",
-    "enable_return_routed_experts": "change trainer.router_replay",
-    "aux_output_config": "change trainer.router_replay",
+    "enable_return_routed_experts": "no other process reads them",
+    "aux_output_config": "no other process reads them",
 }
-_RECORDING = {(0, 26)}
-"""Releases whose recorded experts were compared with the trainer's."""
 
 
 _LARGEST_GRAPH = 2048
@@ -115,17 +113,6 @@ def release() -> tuple[int, int]:
     """Return the installed vLLM's, such as (0, 32)."""
     major, minor = (int(part) for part in _installed().split(".")[:2])
     return major, minor
-
-
-def recording() -> dict[str, Any]:
-    """Return the arguments with which vLLM returns the experts of each token; raises SettingsError."""
-    if release() not in _RECORDING:
-        tested = " and ".join(f"{major}.{minor}" for major, minor in sorted(_RECORDING))
-        raise SettingsError(
-            f"trainer.router_replay is tested with vLLM {tested}, found {_installed()}: install that, set it to false, or "
-            'rollout.engine to "transformers"'
-        )
-    return {"enable_return_routed_experts": True}
 
 
 def _installed() -> str:

@@ -18,7 +18,6 @@ from penstock.services.rollout.engines.stop_texts import StopTexts
 from penstock.services.rollout.engines.vllm.worker_channel import Reports, TokenRow
 from penstock.shared.bus.messages import FinishReason, Float32Array, Int32Array, PolicyVersion
 from penstock.shared.errors import PermanentError
-from penstock.shared.model.routes import RouteArray
 
 ROW_S = 60.0
 """Rows arrive within milliseconds; later, the worker is lost."""
@@ -190,11 +189,4 @@ def _sample(
         finish_reason=_FINISH[finish],
         support_sizes=sizes.copy(),
         support_ids=ids[: int(sizes.clip(min=0).sum())].copy() if sampling.top_k else ids,
-        routes=_routes(output, len(request.prompt_token_ids) + length - 1),
     )
-
-
-def _routes(output: Any, read: int) -> RouteArray | None:
-    """Return the experts of the ``read`` tokens; vLLM returns none of a request that a stop text ended."""
-    routes: RouteArray | None = getattr(output, "routed_experts", None)
-    return None if routes is None or len(routes) < read else routes[:read]
