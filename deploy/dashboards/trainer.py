@@ -48,6 +48,7 @@ _COST = Row(
         _gauge("Model TFLOP/s", "What a rank reached in those phases.", "short", ("model_tflops_per_second", "TFLOP/s")),
         _gauge("Forward passes that were split", "Because they did not fit in memory; and samples skipped because they do not fit into memory alone.", "short", ("micro_batch_splits", "cut"), ("out_of_memory_samples", "left out")),
         _gauge("Imbalance of experts", "With trainer.expert_parallel: tokens of the busiest expert by the mean, on average over layers. Ranks wait for the busiest.", "short", ("expert_imbalance", "busiest / mean")),
+        _gauge("Replayed routes", "With trainer.router_replay: share of a step's tokens that went to the experts that a replica recorded.", "percentunit", ("replayed_ratio", "replayed")),
         Panel("Checkpoints refused", "Checkpoints that storage refused, in an hour. The previous one is kept.", "short", (Query("increase(penstock_trainer_checkpoint_failures_total<>[1h])", "refused"),)),
         _gauge("Checkpoint that is not stored", "With object storage (trainer.store): for how long the newest checkpoint has waited to be whole there; 0: nothing waits.", "s", ("checkpoint_unstored_seconds", "waiting")),
         Panel("Sent to object storage", "Bytes of checkpoints per second, with trainer.store.", "Bps", (rate("penstock_trainer_checkpoint_upload_bytes_total"),)),

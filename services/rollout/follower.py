@@ -91,7 +91,7 @@ class Follower:
         hold: Hold | None = None,
         pulling: Callable[[], contextlib.AbstractAsyncContextManager[None]] = contextlib.nullcontext,
     ) -> None:
-        self._bus = bus
+        self.bus = bus
         self._engine = engine
         self._status = status
         self._replica = replica
@@ -176,7 +176,7 @@ class Follower:
 
     async def run(self) -> None:
         self._status.source = self._engine.peer_address
-        for entry, update in await self._bus.newest(streams.POLICY, PolicyUpdate):
+        for entry, update in await self.bus.newest(streams.POLICY, PolicyUpdate):
             self._after = entry
             if await self._exists(update.record):
                 self._wanted = update
@@ -187,7 +187,7 @@ class Follower:
 
     async def _listen(self) -> None:
         while True:
-            updates = await self._bus.tail(streams.POLICY, PolicyUpdate, self._after, 64, _IDLE_S)
+            updates = await self.bus.tail(streams.POLICY, PolicyUpdate, self._after, 64, _IDLE_S)
             for self._after, update in updates:
                 if await self._exists(update.record):
                     self._wanted = update
@@ -195,7 +195,7 @@ class Follower:
 
     async def _exists(self, record: PolicyRecord) -> bool:
         """Whether it is a version of the ledger."""
-        if await Ledger(self._bus).knows(record):
+        if await Ledger(self.bus).knows(record):
             return True
         log.warning("update of a nonexistent version skipped", extra={"version": int(record.version)})
         return False
@@ -238,7 +238,7 @@ class Follower:
             return update
         if self._holds(held):
             return None if self._engine.version == held else update
-        record = await Ledger(self._bus).policy(held)
+        record = await Ledger(self.bus).policy(held)
         return update if record is None else PolicyUpdate(record, update.promoted_at_s)
 
     async def _overtaken(self, update: PolicyUpdate, wait_s: float | None) -> bool:
@@ -278,7 +278,7 @@ class Follower:
     async def _attempts(self, update: PolicyUpdate, *, again: bool) -> list[PullAttempt]:
         told = None if again else update.sources.get(self._replica)
         if told is None and update.record.source:
-            told = tuple(holders(await heartbeats(self._bus), update, self._replica, self._lot))
+            told = tuple(holders(await heartbeats(self.bus), update, self._replica, self._lot))
         return attempts(update.record, told or (), self._engine.peer_address)
 
     async def _pull_from(self, attempt: PullAttempt, update: PolicyUpdate) -> None:
@@ -337,7 +337,7 @@ class Follower:
         log.warning("weights refused, the old version stays", extra={"version": version, "error": error})
         if self._failing_since_s is None:
             self._failing_since_s = time.monotonic()
-            await tell(self._bus, self._replica, "weights refused", error, version=int(version))
+            await tell(self.bus, self._replica, "weights refused", error, version=int(version))
         await self._notify()
 
     async def _notify(self) -> None:

@@ -23,7 +23,8 @@ from typing import cast
 import numpy as np
 from prometheus_client import Counter, Gauge, Histogram
 
-from penstock.services.rollout.engines.engine import Engine, GeneratedGroup, GenerationRequest, with_texts
+from penstock.services.rollout import samples
+from penstock.services.rollout.engines.engine import Engine, GeneratedGroup, GenerationRequest
 from penstock.services.rollout.engines.prompts import Codec
 from penstock.services.rollout.engines.stop_texts import StopTexts
 from penstock.services.rollout.episode_turns import TurnListener
@@ -105,11 +106,8 @@ class Generation:
         plausibility: Plausibility | None = None,
     ) -> None:
         self._engine = engine
-        self._precedence = precedence
-        self._codec = codec
-        self._follower = follower
-        self._replica = replica
-        self._seed = seed
+        self._precedence, self._codec, self._follower = precedence, codec, follower
+        self._replica, self._seed = replica, seed
         self._plausibility = plausibility
         self.rate = Rate(time.monotonic())
 
@@ -122,8 +120,8 @@ class Generation:
                 sampling = dataclasses.replace(sampling, samples=1)
             request = GenerationRequest(token_ids, sampling, seed_of(self._seed, prompt), self._stop(sampling))
             generated = await self.draw(request, prompt.min_version, purpose)
-        part = "all" if prompt.sample is None else f"{prompt.sample}"
-        return self._made(prompt if prompt.sample is None else bare(prompt), token_ids, [generated], purpose, part)
+        whole, part = (prompt, "all") if prompt.sample is None else (bare(prompt), f"{prompt.sample}")
+        return await self._made(whole, token_ids, [generated], purpose, part)
 
     async def draw(self, request: GenerationRequest, min_version: PolicyVersion, purpose: Purpose) -> GeneratedGroup:
         """Return what the engine draws with ``min_version`` or newer, at the turn of ``purpose``; raises NotHere.
@@ -168,7 +166,7 @@ class Generation:
                     if made:
                         self._count(purpose, list(made.values()))
                         names = ",".join(map(str, made))
-                        part = self._made(bare(prompt), token_ids, list(made.values()), purpose, names)
+                        part = await self._made(bare(prompt), token_ids, list(made.values()), purpose, names)
                         await hand_over(dataclasses.replace(part, places=tuple(made)))
             finally:
                 for task in asked:
@@ -198,7 +196,7 @@ class Generation:
     def _stop(self, sampling: Sampling) -> StopTexts | None:
         return StopTexts(self._codec.decode, sampling.stop, sampling.min_new_tokens) if sampling.stop else None
 
-    def _made(
+    async def _made(
         self, prompt: Prompt, token_ids: Int32Array, generated: Sequence[GeneratedGroup], purpose: Purpose, part: str
     ) -> RolloutGroup:
         started_s = min(each.started_at_s for each in generated)
@@ -206,12 +204,12 @@ class Generation:
         if purpose is Purpose.TRAIN:
             key = f"{part}/{prompt.requeues}"
             TRACES.add("generated", prompt.group_id, started_s, finished_s, key, samples=part)
-        samples = [sample for each in generated for sample in each.samples]
-        texts = self._codec.texts(token_ids, [sample.token_ids for sample in samples])
+        drawn = [sample for each in generated for sample in each.samples]
+        texts = self._codec.texts(token_ids, [sample.token_ids for sample in drawn])
         return RolloutGroup(
             prompt=prompt,
             prompt_token_ids=token_ids,
-            samples=with_texts(samples, texts, supports=purpose is Purpose.TRAIN),
+            samples=await samples.made(self._follower.bus, prompt, drawn, texts, purpose),
             replica=self._replica,
             started_at_s=started_s,
             finished_at_s=finished_s,

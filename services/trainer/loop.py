@@ -178,6 +178,7 @@ class Trainer:
         self._rung = command.rung
         with self._phases.measure("probe"):
             self._prober.prepare(command.groups)
+        self._learner.offer(command.routes)
         try:
             measured = self.update(command.groups, command.lags, command.learning_rate, contexts=command.contexts)
             if command.held_out:
@@ -245,6 +246,7 @@ class Trainer:
         """Repeat a journalled step, bit-identically with its plan and settings; its weights are published afterwards."""
         self._artifacts.free(self._rung)
         self._prober.prepare(command.groups, replays=True)
+        self._learner.offer(command.routes)
         self.update(command.groups, command.lags, command.learning_rate, command.plan)
         made, known = self._learner.plan, command.plan
         if made is not None and (known is None or not known.settings):
@@ -257,7 +259,7 @@ class Trainer:
                 "those of optimizer, learning rate and ZeRO stage), so its weights are published again as a new version"
             )
         return Replayed(
-            f"step {self.step} was replayed in other forward passes than it was made in ({_words(made)}; in the journal: "
+            f"step {self.step} was replayed in other forward passes than it was made in, or routed otherwise ({_words(made)}; in the journal: "
             f"{'not known' if known is None else _words(known)}), so its weights are published again as a new version"
         )
 

@@ -73,6 +73,14 @@ GAUGES = {
         "penstock_trainer_expert_imbalance",
         "Tokens of the busiest expert by the mean, on average over layers, where ranks share experts.",
     ),
+    "replayed_fraction": Gauge(
+        "penstock_trainer_replayed_ratio",
+        "Share of a step's tokens that went to the experts that a replica recorded, with trainer.router_replay.",
+    ),
+    "routed_live": Gauge(
+        "penstock_trainer_routed_live_samples",
+        "Samples of the last step whose experts were not recorded or are lost, with trainer.router_replay.",
+    ),
     "micro_batch_splits": Gauge(
         "penstock_trainer_micro_batch_splits",
         "Forward passes of the last step that did not fit into memory and were split in two.",

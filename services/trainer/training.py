@@ -13,6 +13,7 @@ from penstock.services.trainer.model.engine import TrainingEngine, make_determin
 from penstock.services.trainer.model.layers import attention, kernels, ulysses
 from penstock.services.trainer.model.memory.layerwise import looked_at
 from penstock.services.trainer.model.policy import Policy, load_model, load_reference, load_trunk
+from penstock.services.trainer.model.routing import replay
 from penstock.services.trainer.rank0.artifacts import Artifacts
 from penstock.services.trainer.rank0.mailbox.queues import Mailbox, NoMailbox
 from penstock.services.trainer.rank0.mailbox.results import Began, ModelLoaded, SelfTested
@@ -94,6 +95,8 @@ class Loading:
             packing=trainer.packing,
             distils=settings.algorithm.distillation_top_k > 0,
         ).train()
+        if trainer.router_replay:
+            policy.trunk.replay = replay.install(policy.model)
         return self._engine("policy", policy)
 
     def reference(self, policy: TrainingEngine) -> Reference | None:

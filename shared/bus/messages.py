@@ -31,6 +31,8 @@ _BYTES = FieldLimits(0.0, 1e18)
 _LOGPROB = FieldLimits(-80.0, 0.1)
 """Probabilities are at least e⁻⁸⁰; above 0 is rounding."""
 _LARGEST = float(np.finfo(np.float32).max)
+_ANY = FieldLimits(-_LARGEST, _LARGEST)
+_SIGNED = FieldLimits(-(1 << 31), (1 << 31) - 1)
 _ANY_LOGPROB = FieldLimits(-1e6, 0.1)
 _DIFFERENCE = FieldLimits(-1e6, 1e6)
 _TEACHER_LOGPROB = FieldLimits(-1e6, 0.0)
@@ -174,7 +176,7 @@ def no_segments() -> Int32Array:
     return np.zeros((0, 3), dtype=np.int32)
 
 
-@columns(check_samples, late=("segments", "ended", "transcript", "environment_reward", "turn_rewards"))
+@columns(check_samples, late=("segments", "ended", "transcript", "environment_reward", "turn_rewards", "routes"))
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Sample:
     """One completion with its tokens and behavior logprobs.
@@ -200,9 +202,7 @@ class Sample:
     version_spans: Annotated[Int32Array, FieldLimits(0, (1 << 31) - 1, shape=(None, 2))]
     finish_reason: FinishReason
     text: str
-    support_sizes: Annotated[Int32Array, FieldLimits(-(1 << 31), (1 << 31) - 1)] = dataclasses.field(
-        default_factory=no_ids
-    )
+    support_sizes: Annotated[Int32Array, _SIGNED] = dataclasses.field(default_factory=no_ids)
     support_ids: Annotated[Int32Array, _INT32] = dataclasses.field(default_factory=no_ids)
     teacher_logprobs: Annotated[Float32Array, _TEACHER_LOGPROB] | None = None
     """Of the tokens, under the problem's teachers, at the sampling temperature; None: the problem has no teacher."""
@@ -217,11 +217,11 @@ class Sample:
     ended: Ended = Ended.NOT_AN_EPISODE
     transcript: Annotated[bytes, FieldLimits(length=1 << 24)] = b""
     """MessagePack or JSON of the episode's messages."""
-    environment_reward: Annotated[float, FieldLimits(-_LARGEST, _LARGEST)] | None = None
-    turn_rewards: Annotated[Float32Array, FieldLimits(-_LARGEST, _LARGEST)] = dataclasses.field(
-        default_factory=no_logprobs
-    )
+    environment_reward: Annotated[float, _ANY] | None = None
+    turn_rewards: Annotated[Float32Array, _ANY] = dataclasses.field(default_factory=no_logprobs)
     """Of each sampled segment; empty: none."""
+    routes: Annotated[bytes, FieldLimits(length=1 << 14)] = b""
+    """A claim (``penstock.shared.model.routes``); empty: not recorded."""
 
     @property
     def sampled(self) -> npt.NDArray[np.bool_]:
@@ -347,7 +347,7 @@ class Experience:
     """
 
     group: RolloutGroup
-    rewards: Annotated[Float32Array, FieldLimits(-_LARGEST, _LARGEST)]
+    rewards: Annotated[Float32Array, _ANY]
     scores: Annotated[tuple[SampleScores, ...], FieldLimits(length=MOST_SAMPLES)]
     scored_at_s: Annotated[float, _TIME]
     score_s: float

@@ -321,7 +321,7 @@ def _check_engines(settings: Settings) -> None:
 
 def _check_trainer(settings: Settings) -> None:
     least = 1 + max(1, settings.sampling.min_new_tokens)
-    check_experts(settings.trainer, lora=settings.policy.lora.rank > 0, critic=settings.algorithm.needs_critic)
+    check_experts(settings.trainer, settings.policy, settings.algorithm, settings.rollout, settings.episodes)
     if settings.trainer.row_tokens < least:
         raise ValueError(
             f"expected {settings.trainer.row_setting} >= {least}, for a prompt and a completion of at least sampling.min_new_tokens, found "

@@ -5,6 +5,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
+from penstock.shared.settings.algorithm import AlgorithmSettings
+from penstock.shared.settings.policy import PolicySettings
+from penstock.shared.settings.rollout import EpisodesSettings, RolloutSettings
 from penstock.shared.settings.section import OptionalPath, Section, shown
 
 DEEPSPEED_KEYS = {
@@ -85,6 +88,9 @@ class TrainerSettings(Section):
     expert_parallel: PositiveInt = Field(default=1)
     """Ranks that share one copy of a mixture's experts, at zero_stage 1 or 2: each has that part of every layer's
     experts, their gradients and states, and tokens travel to them. Divides the number of ranks, and of experts."""
+    router_replay: bool = Field(default=False)
+    """Send each token of a mixture to the experts that it went to when it was sampled, with the live scores of these. The
+    experts stay on the replicas' shelves; samples whose experts are lost are routed live. With rollout.engine = "transformers"."""
     gpus: tuple[NonNegativeInt, ...] = Field(default=())
     """GPU indices for the ranks, one each, among those in CUDA_VISIBLE_DEVICES, under `penstock up`.
     Empty: all."""
@@ -233,12 +239,29 @@ class TrainerSettings(Section):
                 )
 
 
-def check_experts(trainer: TrainerSettings, *, lora: bool, critic: bool) -> None:
-    """Raise ValueError if ranks share experts, which is not tested with adapters and critics."""
-    number = trainer.expert_parallel
-    for key, is_used in (("policy.lora", lora), ("a critic", critic)):
+def check_experts(
+    trainer: TrainerSettings,
+    policy: PolicySettings,
+    algorithm: AlgorithmSettings,
+    rollout: RolloutSettings,
+    episodes: EpisodesSettings,
+) -> None:
+    """Raise ValueError if ranks share experts, or routers replay, with what that is not tested with."""
+    number, lora = trainer.expert_parallel, policy.lora.rank > 0
+    for key, is_used in (("policy.lora", lora), ("a critic", algorithm.needs_critic)):
         if number > 1 and is_used:
             raise ValueError(f"expected trainer.expert_parallel = 1 with {key}, found {number}: change one of them")
+    for key, is_used in (
+        ("policy.lora", lora),
+        ("a critic", algorithm.needs_critic),
+        (f"algorithm.loss = {algorithm.loss!r}", algorithm.loss in ("dpo", "cross_entropy")),
+        ("[episodes]", episodes.is_on),
+        (f"trainer.zero_stage = {trainer.zero_stage}", trainer.zero_stage == 3),
+        (f"trainer.sequence_parallel = {trainer.sequence_parallel}", trainer.sequence_parallel > 1),
+        (f"rollout.engine = {rollout.engine!r} instead of 'transformers'", rollout.engine != "transformers"),
+    ):
+        if trainer.router_replay and is_used:
+            raise ValueError(f"expected trainer.router_replay = false with {key}, found true: change one of them")
 
 
 def check_deepspeed(settings: Mapping[str, Any]) -> None:

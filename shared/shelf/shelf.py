@@ -214,7 +214,7 @@ async def opened(
     folder = settings.run_folder / "shelf" / quote(replica, safe="")
     store = Store(folder, settings.bus.shelf_bytes)
     limits = Limits(settings.bus.shelve_above_bytes, settings.bus.payload_copies, settings.internal.claim_after_s)
-    is_served = service in _HOLDERS and bool(limits.above_bytes or store.names)
+    is_served = service in _HOLDERS and bool(limits.above_bytes or settings.trainer.router_replay or store.names)
     listener = Listener(store, replica, host, secret) if is_served else None
     address = "" if listener is None else f"{reachable(host)}:{listener.port}"
     shelf = bus.shelf = Shelf(bus, store, replica, secret, limits, address, keeps=service == "trainer")

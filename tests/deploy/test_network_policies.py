@@ -50,13 +50,14 @@ HOLDERS = ENGINES - to("trainer") | to("reward") | to("episodes")
 """Of payloads, with shelves."""
 
 
-@pytest.mark.parametrize("shelves", [False, True])
-def test_every_needed_connection_opens_and_every_other_is_refused(*, shelves: bool) -> None:
+@pytest.mark.parametrize("shelves", ["", "[bus]\nshelve_above_bytes = 1\n", "[trainer]\nrouter_replay = true\n"])
+def test_every_needed_connection_opens_and_every_other_is_refused(shelves: str) -> None:
     need("ip", "iproute2")
     need("nft", "nftables")
     config = TRACKED + EPISODES[EPISODES.index("\n[episodes]") :]
     if shelves:
-        config = config.replace("[bus]\n", "[bus]\nshelve_above_bytes = 1\n")
+        table = shelves[: shelves.index("\n") + 1]
+        config = config.replace(table, shelves) if table in config else config + shelves
     release = render(
         values(
             run={"config": config},

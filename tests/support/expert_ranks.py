@@ -3,6 +3,7 @@ imports take seconds. Rank 0 writes the results.
 """
 
 import copy
+import dataclasses
 import functools
 import json
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
@@ -21,6 +23,7 @@ from penstock.services.trainer.batch.packing import micro_batch
 from penstock.services.trainer.model import experts
 from penstock.services.trainer.model.engine import TrainingEngine, place, saved_tensors
 from penstock.services.trainer.model.policy import Policy
+from penstock.services.trainer.model.routing import replay
 from penstock.services.trainer.phases import Phases
 from penstock.services.trainer.rank_group import start_ranks
 from penstock.services.trainer.self_test import self_test
@@ -204,6 +207,35 @@ def imbalance() -> tuple[float, float]:
     return experts.take_imbalance(ours.policy)["expert_imbalance"], sum(means) / len(means)
 
 
+def replayed(parallel: int) -> dict[str, Any]:
+    """Figures and weights of a step with random routes, of which one sample's are lost and one's are another model's."""
+    policy = Policy(tiny.mixture(0).requires_grad_(True)).train()
+    policy.trunk.replay = plan = replay.install(policy.model)
+    of = settings(parallel)
+    trained = TrainingEngine(policy, of, "cpu")
+    learner, generator, known = Learner(trained, of, Phases()), np.random.default_rng(0), dict[bytes, bytes]()
+    data = []
+    for experience in test_update.batch(longer=3):
+        samples: list[Any] = []
+        for sample in experience.group.samples:
+            positions = len(experience.group.prompt_token_ids) + len(sample.token_ids) - 1
+            order = generator.random((positions, plan.decoder_layers, plan.experts)).argsort(-1)
+            claim = f"{experience.group_id} {len(samples)}".encode()
+            known[claim] = order[..., : plan.top_k].astype(np.uint8).tobytes()
+            samples.append(dataclasses.replace(sample, routes=claim))
+        group = dataclasses.replace(experience.group, samples=tuple(samples))
+        data.append(dataclasses.replace(experience, group=group))
+    lost, wrong, *_ = known
+    del known[lost]
+    known[wrong] = known[wrong][1:]
+    learner.offer(known if dist.get_rank() == 0 else {})
+    measured = learner.learn(data, test_update.lags(data), 1)
+    layout, after = learner.plan.layout if learner.plan else "", weights(trained)
+    learner.offer({})
+    live = learner.learn(data, test_update.lags(data), 2)
+    return {"measured": measured, "live": live, "weights": after, "layout": layout}
+
+
 def refusals() -> list[str]:
     uneven = copy.deepcopy(tiny.mixture(0).config)
     uneven.num_experts = 3
@@ -225,6 +257,7 @@ def pair(folder: Path) -> dict[str, Any]:
         scenes[packing] = [steps(each, tiny.mixture(0).requires_grad_(True)) for each in of]
     again = {"packing": "rows", "gradient_checkpointing": True}
     scenes["again"] = steps(settings(2, trainer=again), tiny.mixture(0).requires_grad_(True))
+    scenes["replayed"] = [replayed(parallel) for parallel in (1, 2)]
     scenes["self-test"] = [self_tested(broken=broken) for broken in (False, True)]
     scenes["imbalance"] = imbalance()
     scenes["refusals"] = refusals()

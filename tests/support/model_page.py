@@ -50,6 +50,15 @@ With `trainer.expert_parallel = N` each of N ranks keeps 1/N of every layer's ex
 shared experts and experts compute as transformers does. These model types are tested, on CPUs with gloo; others are refused.
 
 """
+_REPLAY = """
+## Router replay
+
+Rounding moves tokens that two experts claim alike to another expert, in a replica otherwise than in the trainer. With `trainer.router_replay` replicas
+record the experts of each token; the trainer sends the token there, with its own router's live scores and their gradients. The experts stay on the
+replicas' [shelves](reference/bus.md#shelves), a byte each, and need another replica or reward service for the second copy (`bus.payload_copies`). A sample
+whose experts are lost is routed live and counted (`routed_live`). For the model types above, with `rollout.engine = "transformers"`: what vLLM records was not compared with
+the trainer yet.
+"""
 _REFUSED = """
 ## Refused
 
@@ -119,7 +128,7 @@ def verdicts() -> Verdicts:
 
 def text(table: Verdicts) -> str:
     lists = (_HEAD, _ROWS, _listed(table.rows), _SEQUENCES, _listed(table.sequences))
-    shared = (_EXPERTS, _listed(sorted(experts.PROVEN)))
+    shared = (_EXPERTS, _listed(sorted(experts.PROVEN)), _REPLAY)
     rest = (_ONE_RANK, _listed(table.one_rank), *shared, _REFUSED, _messages(table.refused), _agreement(table.vllm))
     blocks = "".join((*lists, *rest)).strip().split("\n\n")
     return "\n\n".join(block if block.startswith(("|", "#")) else _wrapped(block) for block in blocks) + "\n"

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from penstock.shared.bus.bus import Bus
 from penstock.shared.bus.stores.replicas.heartbeats import Heartbeat, beat_once
+from penstock.shared.peers.handshake import Secret
 from penstock.shared.shelf.listener import Listener
 from penstock.shared.shelf.shelf import Limits, Shelf
 from penstock.shared.shelf.store import Store
@@ -26,16 +27,23 @@ async def beat(bus: Bus, replica: str, shelf: str, host: str) -> None:
 
 @contextlib.asynccontextmanager
 async def served(
-    bus: Bus, folder: Path, replica: str, limits: Limits = LIMITS, *, most_bytes: int = 1 << 30, host: str = "other"
+    bus: Bus,
+    folder: Path,
+    replica: str,
+    limits: Limits = LIMITS,
+    *,
+    most_bytes: int = 1 << 30,
+    host: str = "other",
+    secret: Secret = lambda: SECRET,
 ) -> AsyncIterator[Shelf]:
     """Yield the shelf of a replica that other processes reach."""
     store = Store(folder / replica, most_bytes)
-    listener = Listener(store, replica, "127.0.0.1", lambda: SECRET)
+    listener = Listener(store, replica, "127.0.0.1", secret)
     address = f"127.0.0.1:{listener.port}"
     serving = asyncio.create_task(listener.run())
     await beat(bus, replica, address, host)
     try:
-        yield Shelf(bus, store, replica, lambda: SECRET, limits, address)
+        yield Shelf(bus, store, replica, secret, limits, address)
     finally:
         serving.cancel()
         await asyncio.gather(serving, return_exceptions=True)

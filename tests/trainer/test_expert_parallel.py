@@ -32,7 +32,7 @@ def made(folder: Path) -> Path:
 
 
 def run_of(model: Path, server: Server, name: str, **trainer: Any) -> Run:
-    run = Run(model.parent, server, name, checkpoint_every_steps=1, **trainer)
+    run = Run(model.parent, server, name, **{"checkpoint_every_steps": 1, **trainer})
     run.config.write_text(run.config.read_text().replace(str(MODEL), str(model)))
     return run
 

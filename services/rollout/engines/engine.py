@@ -22,6 +22,7 @@ import numpy as np
 
 from penstock.shared.bus.messages import FinishReason, Float32Array, Int32Array, PolicyVersion, Sample, Sampling, no_ids
 from penstock.shared.errors import StateLost
+from penstock.shared.model.routes import RouteArray
 from penstock.shared.process.memory_timeline import Held
 
 if TYPE_CHECKING:
@@ -62,6 +63,8 @@ class GeneratedSample:
     support_ids: Int32Array = dataclasses.field(default_factory=no_ids)
     cached_tokens: int = 0
     """Of its prompt, whose keys and values were in the prefix cache."""
+    routes: RouteArray | None = None
+    """The experts of the prompt's and its tokens, but the last (``penstock.shared.model.routes``); None: not recorded."""
 
 
 def with_texts(generated: Sequence[GeneratedSample], texts: Sequence[str], *, supports: bool) -> tuple[Sample, ...]:

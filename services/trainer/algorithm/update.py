@@ -20,9 +20,11 @@ from penstock.services.trainer.algorithm.kinds import kind_of
 from penstock.services.trainer.algorithm.minibatches import StepBatch, lay_out
 from penstock.services.trainer.algorithm.schedule import critic_learning_rate, learning_rate
 from penstock.services.trainer.algorithm.step_totals import check_finite, look_back, settings_digest
+from penstock.services.trainer.batch.token_data import LossInputs
 from penstock.services.trainer.model.engine import TrainingEngine
 from penstock.services.trainer.model.experts import take_imbalance
 from penstock.services.trainer.model.forward_passes import ForwardPasses
+from penstock.services.trainer.model.routing.exchange import RouteExchange
 from penstock.services.trainer.phases import Phases, utilisation
 from penstock.shared.bus.messages import Experience, Float32Array, Misfit, PolicyVersion, StepPlan
 from penstock.shared.model.flops import BACKWARD
@@ -50,6 +52,8 @@ class Learner:
         self._phases = phases
         self._kind = kind_of(settings)
         self._estimates = Estimates(policy, critic, reference, settings.algorithm, phases)
+        replay = getattr(policy.policy.trunk, "replay", None)
+        self._routes = None if replay is None else RouteExchange(replay)
         self.plan: StepPlan | None = None
         self.logprobs: Mapping[int, Float32Array] = {}
         """Of the last step's last group, if the step :meth:`shows` it, by its samples' indexes: see ``Passes.logprobs``."""
@@ -82,6 +86,7 @@ class Learner:
             known, step, self._kind, self._settings, self._policy, algorithm.minibatches, repeated
         )
         inputs = [micro_batch for minibatch in minibatches for micro_batch in minibatch.inputs]
+        routed, plan = self._routed(inputs, plan)
         self._estimates.fill(inputs, known, self._kind)
 
         rate = learning_rate(self._settings, step, peak)
@@ -101,7 +106,7 @@ class Learner:
                         passes.backward_critic(minibatch)
                         passes.tally.critic_updated(self._critic.step(critic_learning_rate(self._settings, step)), step)
 
-        measured = {**passes.over_ranks(), **take_imbalance(self._policy.policy), "learning_rate": rate}
+        measured = {**passes.over_ranks(), **take_imbalance(self._policy.policy), **routed, "learning_rate": rate}
         check_finite(measured, step)
         digest = settings_digest(self._settings, rate, step)
         self.plan = dataclasses.replace(plan, misfits=tuple(passes.attempts.misfits), settings=digest)
@@ -110,6 +115,19 @@ class Learner:
         peak_tflops, device = self._settings.internal.peak_tflops, self._policy.device
         measured |= utilisation(flops, self._spent_s() - spent_s, peak_tflops, device)
         return measured | look_back(inputs, algorithm, has_samples="reference_kl" in measured)
+
+    def _routed(self, inputs: Sequence[LossInputs], plan: StepPlan) -> tuple[dict[str, float], StepPlan]:
+        """Take the routes of the step's passes; return figures, and the plan with what has routes. Collective."""
+        if self._routes is None:
+            return {}, plan
+        with self._phases.measure("routes"):
+            figures, of_routes = self._routes.exchange([each.batch for each in inputs])
+        return figures, dataclasses.replace(plan, layout=f"{plan.layout}{of_routes}")
+
+    def offer(self, routes: Mapping[bytes, bytes]) -> None:
+        """Give rank 0 the routes of the next step's samples, by claim."""
+        if self._routes is not None:
+            self._routes.offered = routes
 
     def figures_of(self, held_out: Sequence[Experience]) -> dict[str, float]:
         """Return the figures of held-out demonstrations or pairs (``kinds``); collective."""

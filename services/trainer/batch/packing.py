@@ -140,6 +140,14 @@ class TeacherTokens:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class RoutedSample:
+    """The claim of a sample's routes (``Sample.routes``), and the place of each of its positions in the row, or −1."""
+
+    claim: bytes
+    columns_P: Int64Array
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class MicroBatch:
     """One forward pass on one rank. ``columns_N`` predict the trained tokens, in sample order."""
 
@@ -161,6 +169,8 @@ class MicroBatch:
     """None: every token could be drawn."""
     teacher: TeacherTokens | None = None
     """None: no sample has them."""
+    routed: tuple[RoutedSample, ...] = ()
+    """Samples whose experts are known."""
     ranks: int = 1
     """Ranks that hold equal parts of the row: tokens are this rank's, ``segments`` those of all."""
     shard: "Shard | None" = None
@@ -235,7 +245,18 @@ def micro_batch(rows: Sequence[PackedRow], sizes: ModelSizes = TOKENS_ALONE) -> 
         flops=sum(row.flops(sizes) for row in rows),
         support=_support(samples, trained_S),
         teacher=_teacher(samples, trained_S),
+        routed=tuple(each for row, start in zip(single, starts, strict=False) for each in _routed(row, int(start))),
     )
+
+
+def _routed(row: PackedRow, start: int) -> list[RoutedSample]:
+    """Return the completions of a row at ``start`` whose experts are known: of the prompt and all tokens but the last."""
+    prompt, routed = np.arange(len(row.prompt_token_ids)), []
+    for sample, before in zip(row.samples, row.layout.before_S, strict=True):
+        if sample.routes and not len(sample.segments):
+            places = np.concatenate([prompt, before[1:]])
+            routed.append(RoutedSample(sample.routes, np.where(places < 0, -1, places + start)))
+    return routed
 
 
 def _support(samples: Sequence[Sample], trained_S: Sequence[npt.NDArray[np.bool_]]) -> Support | None:

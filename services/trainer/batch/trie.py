@@ -37,11 +37,12 @@ class _Node:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RowLayout:
-    """Computed tokens of a row; ``columns_S`` predict each sample's trained tokens."""
+    """Computed tokens of a row; ``columns_S`` predict each sample's trained tokens, ``before_S`` all of its tokens, or are −1."""
 
     input_ids_T: Int32Array
     segments: Segments
     columns_S: tuple[Int64Array, ...]
+    before_S: tuple[Int64Array, ...]
 
 
 def lay_out(
@@ -49,9 +50,13 @@ def lay_out(
 ) -> RowLayout:
     """``trained_S``: which tokens of each sample are trained."""
     trie = _Trie(prompt_token_ids)
-    before_S = [trie.add(sample)[trained] for sample, trained in zip(samples, trained_S, strict=True)]
-    input_ids_T, segments, columns = trie.compute(before_S)
-    return RowLayout(input_ids_T, segments, tuple(columns[before] for before in before_S))
+    numbers_S = [trie.add(sample) for sample in samples]
+    input_ids_T, segments, columns = trie.compute(
+        [numbers[trained] for numbers, trained in zip(numbers_S, trained_S, strict=True)]
+    )
+    before_S = tuple(columns[numbers] for numbers in numbers_S)
+    columns_S = tuple(before[trained] for before, trained in zip(before_S, trained_S, strict=True))
+    return RowLayout(input_ids_T, segments, columns_S, before_S)
 
 
 class _Trie:

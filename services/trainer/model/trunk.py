@@ -23,6 +23,7 @@ from penstock.services.trainer.model import experts
 from penstock.services.trainer.model.layers import attention, mixers, spans
 from penstock.services.trainer.model.layers.attention import CannotPack
 from penstock.services.trainer.model.layers.gather import copies, gather_rows
+from penstock.services.trainer.model.routing.replay import RouterReplay
 from penstock.shared.errors import SettingsError
 
 log = logging.getLogger(__name__)
@@ -41,6 +42,7 @@ class Trunk:
         self._kind: attention.AttentionKind = kind
         self._own_attention = str(model.config._attn_implementation)
         self._boundaries: mixers.Boundaries | None = None
+        self.replay: RouterReplay | None = None
         self.reason = ""
         """Why ``auto`` did not choose rows; else ""."""
         unknown = "" if packing == "sequences" else mixers.unpackable(self._module)
@@ -87,21 +89,29 @@ class Trunk:
 
     def hidden_states(self, batch: MicroBatch) -> Tensor:
         """Return the hidden state that predicts each trained token (N × D)."""
+        routes_TLK = None if self.replay is None else self.replay.routes_of(batch, self._device)
         if self.packing == "sequences":
-            return self._one_by_one(batch)
-        with self._bounded(batch):
+            return self._one_by_one(batch, routes_TLK)
+        with self._bounded(batch), self._routed(routes_TLK):
             return attention.hidden_states(self._module, batch, self._kind)
+
+    def _routed(self, routes_TLK: Tensor | None) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self.replay is None else self.replay.use(routes_TLK)
 
     def _bounded(self, batch: MicroBatch) -> contextlib.AbstractContextManager[None]:
         if self._boundaries is None:
             return contextlib.nullcontext()
         return self._boundaries.of(batch.segments, self._device, sharded=self._sharded)
 
-    def _one_by_one(self, batch: MicroBatch) -> Tensor:
+    def _one_by_one(self, batch: MicroBatch, routes_TLK: Tensor | None) -> Tensor:
         plan = spans.alone(batch.segments, self._device)
         ids_BT = torch.from_numpy(batch.input_ids_BT).to(self._device)
         more = spans.idle_calls(len(plan.spans), self._device) if self._sharded else 0
-        hidden = [self._plain(ids_BT[:, span.places_GW[0]]) for span in plan.spans]
+        hidden = []
+        for span in plan.spans:
+            places_W = span.places_GW[0]
+            with self._routed(None if routes_TLK is None else routes_TLK[places_W]):
+                hidden.append(self._plain(ids_BT[:, places_W]))
         idle = [self._plain(ids_BT[:, :1]) for _ in range(more)]
         hidden_BTD: Tensor = mixers.with_idle(spans.scatter(hidden, plan), idle)
         return gather_rows(hidden_BTD[0], copies(batch.columns_N, batch.tokens, self._device))

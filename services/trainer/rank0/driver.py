@@ -287,7 +287,7 @@ class Driver:
     async def _train(self, batch: list[Taken]) -> None:
         if not await self._take_device():
             return
-        groups = [taken.experience for taken in batch]
+        groups = tuple(taken.experience for taken in batch)
         contexts = tuple(tokens for taken in batch for tokens in taken.contexts)
         self._context.status.state = "working"
         # Both at once, and after the wait: the journal names the revision that the step was made with.
@@ -297,13 +297,14 @@ class Driver:
             Command(
                 CommandKind.TRAIN,
                 payloads=tuple(taken.delivery.data for taken in batch),
-                groups=tuple(groups),
+                groups=groups,
                 lags=self._branch.lags(groups, self._step),
                 contexts=contexts if any(contexts) else (),
                 learning_rate=learning_rate,
                 version=self._branch.next_version(),
                 rung=self._turns.rung,
                 held_out=await self._held_out(),
+                routes={claim: payload for taken in batch for claim, payload in taken.routes.items()},
             )
         )
         figures_of = mixed_figures if self._settings.kind is RunKind.MIXTURE else batch_figures
@@ -387,8 +388,7 @@ class Driver:
                 "trainer starts again from its checkpoint and journal"
             )
         self._skipped += 1
-        most = self._settings.trainer.max_skipped_steps
-        if self._skipped > most:
+        if self._skipped > (most := self._settings.trainer.max_skipped_steps):
             self._skipped = 0
             await self._pause(
                 f"guard nonfinite: expected at most {most} batches in a row that "

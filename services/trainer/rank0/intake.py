@@ -33,7 +33,7 @@ import dataclasses
 import logging
 import time
 from collections import Counter
-from collections.abc import Container
+from collections.abc import Container, Mapping
 
 from penstock.services.trainer.algorithm.advantages import has_signal, shaped_rewards
 from penstock.services.trainer.algorithm.group_filter import Filter
@@ -46,6 +46,7 @@ from penstock.services.trainer.batch.staleness import (
     without_long,
 )
 from penstock.services.trainer.metrics import LEFT
+from penstock.services.trainer.rank0.mailbox.routes import fetch
 from penstock.shared.bus.assembly import part_of_group
 from penstock.shared.bus.branches import is_branched, longest_branch
 from penstock.shared.bus.bus import Bus, Delivery, EntryId
@@ -66,8 +67,7 @@ MANY_FILTERED = 10
 """Batches of groups that a filter did not keep for one step after which it is reported."""
 DYNAMIC_SAMPLING_ROUNDS = 10
 """Batches without signal for one step after which such groups are used."""
-_PROMPT_READ_S = 0.2
-_LOOK_S = 0.2
+_PROMPT_READ_S = _LOOK_S = 0.2
 _LOST_LOOK_S = 1.0
 _MOST_PENDING = 1 << 20
 _MOST_LOST = 5
@@ -83,6 +83,7 @@ class Taken:
     experience: Experience
     contexts: tuple[int, ...] = ()
     """How many first tokens of each sample are not trained, in a batch."""
+    routes: Mapping[bytes, bytes] = dataclasses.field(default_factory=dict)
 
 
 class Intake:
@@ -235,7 +236,7 @@ class Intake:
             await self._drop(delivery, "filtered", f"by {self._settings.algorithm.filter}")
             await self._note_filtered()
             return
-        taken = Taken(whole, experience)
+        taken = Taken(whole, experience, routes=await fetch(self._bus, experience, self._settings.trainer))
         if delivery.crashes >= _ALONE_FROM:
             self._suspects.append(taken)
         else:

@@ -240,7 +240,7 @@ OF_OPTIMIZER: dict[str, Any] = {
     "max_grad_norm": 1e-3,
 }
 NOT_OF_UPDATES = {
-    "ranks", "nodes", "node", "rendezvous", "zero_stage", "expert_parallel", "gpus", "optimizer", "micro_batch_tokens", "sequence_parallel", "packing", "kernels", "logits",
+    "ranks", "nodes", "node", "rendezvous", "zero_stage", "expert_parallel", "router_replay", "gpus", "optimizer", "micro_batch_tokens", "sequence_parallel", "packing", "kernels", "logits",
     "gradient_checkpointing", "offload", "deepspeed", "checkpoint_every_steps", "keep_last", "signing_key_file", "store",
 }  # fmt: skip
 """Who computes, in how much memory, by which kernels, and what is kept: their tests are those of equal steps."""

@@ -66,6 +66,21 @@ def test_layers_that_are_computed_again_exchange_their_tokens_again(two: dict[st
     assert moved_apart(two["again"]["weights"], whole["weights"], start) < MOVEMENT
 
 
+def test_ranks_get_the_routes_of_what_they_pack_and_divided_experts_follow_them(two: dict[str, Any]) -> None:
+    whole, divided = two["replayed"]
+    for each in (whole, divided):
+        assert each["measured"]["routed_live"] == 2, "a sample's routes are lost, and another's are too few"
+        assert 0.5 < each["measured"]["replayed_fraction"] < 1
+        assert each["live"]["replayed_fraction"] == 0
+        assert len(each["layout"]) > 64, "the plan has what was replayed"
+    assert divided["measured"]["loss"] == pytest.approx(whole["measured"]["loss"], abs=FORWARD)
+    assert divided["measured"]["grad_norm"] == pytest.approx(whole["measured"]["grad_norm"], rel=GRADIENT)
+    assert divided["measured"]["kl_mean"] == pytest.approx(whole["measured"]["kl_mean"], abs=FORWARD)
+    start = dict(tiny.mixture(0).named_parameters())
+    assert moved_apart(divided["weights"], whole["weights"], start) < MOVEMENT
+    assert moved_apart(two["rows"][0]["weights"], whole["weights"], start) > 100 * MOVEMENT, "not the live step"
+
+
 @pytest.mark.parametrize(("ranks", "scene"), [("two", "resumed-1"), ("two", "resumed-2"), ("four", "resumed")])
 def test_a_checkpoint_brings_back_experts_to_the_bit_and_no_other_division(
     request: pytest.FixtureRequest, ranks: str, scene: str

@@ -137,7 +137,7 @@ yes
       "code" $code
       "executor" (dig "reward" "executor" "address" "" $toml)
       "python" (not (empty (dig "episodes" "executor" "" $toml)))
-      "shelves" (gt (dig "bus" "shelve_above_bytes" 0 $toml | int64) (int64 0))
+      "shelves" (or (gt (dig "bus" "shelve_above_bytes" 0 $toml | int64) (int64 0)) (dig "trainer" "router_replay" false $toml))
       "tracks" (not (empty (dig "tracking" "sinks" list $toml))) | mustToJson -}}
 {{- end -}}
 

@@ -40,6 +40,7 @@ export const isSupervised = (metrics) => isKnown(metrics, "loss") && !isKnown(me
 const LEARNING = [
   ["Critic", "explained variance of returns", ["explained_variance"], { low: null }],
   ["KL to the teacher", "nats a token", ["teacher_kl"]],
+  ["Replayed routes", "share of the step's tokens", ["replayed_fraction"], { high: 1 }],
   ["Imbalance of experts", "tokens of the busiest by the mean, over layers", ["expert_imbalance"], { low: null }],
 ];
 const OF_PAIRS = [

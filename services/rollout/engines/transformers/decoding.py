@@ -23,7 +23,9 @@ import torch
 
 from penstock.services.rollout.engines.engine import GeneratedSample, GenerationRequest, unstopped
 from penstock.services.rollout.engines.transformers.choice import Choice, Support, Truncation
+from penstock.services.rollout.engines.transformers.routes import RouteRecorder
 from penstock.shared.bus.messages import FinishReason, Int32Array, PolicyVersion
+from penstock.shared.model.routes import RouteArray
 
 
 class Cache(Protocol):
@@ -61,7 +63,7 @@ class Tokens:
 
 
 class Batch:
-    """A decoding batch, used under ``torch.inference_mode``."""
+    """A decoding batch, used under ``torch.inference_mode``. ``recorder``: keeps the experts of each token."""
 
     def __init__(
         self,
@@ -69,8 +71,9 @@ class Batch:
         requests: Sequence[GenerationRequest],
         tokens: Tokens,
         device: torch.device,
+        recorder: RouteRecorder | None = None,
     ) -> None:
-        self._model, self._device = model, device
+        self._model, self._device, self._recorder = model, device, recorder
         self._seed_N = seeds_of_rows(requests)
         samplings = [request.sampling for request in requests]
         samples = np.array([sampling.samples for sampling in samplings])
@@ -96,8 +99,11 @@ class Batch:
         self._logprobs_NT = torch.zeros(rows, longest, dtype=torch.float32, device=device)
         self._length_N = torch.zeros(rows, dtype=torch.int32, device=device)
         self._stopped_N = torch.zeros(rows, dtype=torch.bool, device=device)
+        if recorder is not None:
+            self._routes_NTLK = torch.zeros(rows, longest, *recorder.shape, dtype=recorder.dtype, device=device)
 
         prompts, self._prompt_of_group = _distinct([request.prompt_token_ids for request in requests])
+        self._prompt_lengths = [len(prompt) for prompt in prompts]
         self._prompts, mask_PL = _pad_left(prompts, tokens.padding, device)
         self._input_ids = self._prompts
         self._padded = not bool(mask_PL.all())
@@ -162,6 +168,8 @@ class Batch:
             use_cache=True,
             logits_to_keep=1,
         )
+        if self._recorder is not None:
+            self._prompt_routes_PTLK = self._recorder.last(len(self._prompts))
         rows = torch.from_numpy(self._prompt_of_group[self._group_n]).to(self._device)
         self._cache = output.past_key_values
         self._cache.batch_select_indices(rows)
@@ -206,6 +214,8 @@ class Batch:
             use_cache=True,
             logits_to_keep=1,
         )
+        if self._recorder is not None:
+            self._routes_NTLK[self._alive_n, self._written - 1] = self._recorder.last(len(self._alive_n))[:, 0]
         return output.logits[:, -1]
 
     def _record(self, token_n: torch.Tensor, logprob_n: torch.Tensor) -> None:
@@ -255,7 +265,16 @@ class Batch:
                 finish_reason=FinishReason.STOP if stopped[place] else FinishReason.LENGTH,
                 support_sizes=support_sizes,
                 support_ids=support_ids,
+                routes=self._routes_of(group, row, length),
             )
+
+    def _routes_of(self, group: int, row: int, length: int) -> RouteArray | None:
+        if self._recorder is None:
+            return None
+        prompt = self._prompt_of_group[group]
+        read_TLK = self._prompt_routes_PTLK[prompt, self._prompt_length - self._prompt_lengths[prompt] :]
+        routes: RouteArray = torch.cat([read_TLK, self._routes_NTLK[row, : length - 1]]).cpu().numpy()
+        return routes
 
     def _support(self, group: int, row: int, length: int) -> tuple[Int32Array, Int32Array]:
         sampling = self._samplings[group]

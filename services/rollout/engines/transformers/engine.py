@@ -108,9 +108,8 @@ class TransformersEngine:
         self._inbox: queue.SimpleQueue[Item | Close] = queue.SimpleQueue()
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
-        self._closing = False
+        self._closing = self._shut = False
         self._door = threading.Lock()
-        self._shut = False
         self._death: BaseException | None = None
         self._loop = asyncio.get_running_loop()
         self._thread = threading.Thread(target=self._live, name="engine", daemon=True)
@@ -303,9 +302,9 @@ class TransformersEngine:
         if not batch:
             return
         self._running, started_at_s = batch, time.time()
-        tokens = Tokens(self._opened.stop)
+        opened, tokens = self._opened, Tokens(self._opened.stop)
         requests = [asked.request for asked in batch]
-        decoding = self._decoding = Batch(self._opened.model, requests, tokens, self._opened.device)
+        decoding = self._decoding = Batch(opened.model, requests, tokens, opened.device, opened.recorder)
         while not decoding.finished and self._wait_while_away():
             if self._version is None:
                 raise EngineDied("expected weights before the first request: a bug")

@@ -1,6 +1,7 @@
 """How a replica opens a model of transformers."""
 
 import asyncio
+import dataclasses
 
 from penstock.services.rollout.engines.engine import Engine
 from penstock.services.rollout.engines.opening import Opening
@@ -20,6 +21,7 @@ async def open_engine(opening: Opening) -> tuple[Engine, Codec]:
     with importing():
         from penstock.services.rollout.engines.transformers.engine import TransformersEngine
         from penstock.services.rollout.engines.transformers.loading import open_model
+        from penstock.services.rollout.engines.transformers.routes import RouteRecorder
         from penstock.services.rollout.engines.transformers.smoke_test import try_out
         from penstock.shared.model.tokenizer import check_stop_texts, open_tokenizer
 
@@ -29,6 +31,8 @@ async def open_engine(opening: Opening) -> tuple[Engine, Codec]:
     context = settings.rollout.max_model_len
     opened = await asyncio.to_thread(open_model, settings.policy, tokenizer, settings.run.device, context)
     await asyncio.to_thread(try_out, opened)
+    if settings.trainer.router_replay:
+        opened = dataclasses.replace(opened, recorder=RouteRecorder(opened.model))
     engine = TransformersEngine(
         opened,
         max_rows=settings.rollout.max_groups * settings.sampling.group_size,

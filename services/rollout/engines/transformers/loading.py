@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     import torch
 
     from penstock.services.rollout.engines.transformers.decoding import LanguageModel
+    from penstock.services.rollout.engines.transformers.routes import RouteRecorder
     from penstock.shared.settings import PolicySettings
 
 
@@ -27,6 +28,8 @@ class OpenedModel:
     stop: tuple[int, ...]
     context_tokens: int
     vocabulary: int
+    recorder: "RouteRecorder | None" = None
+    """Keeps the experts of each token, with trainer.router_replay."""
 
 
 def check_for_vllm(policy: "PolicySettings") -> None:

@@ -34,6 +34,8 @@ NOT_SERVED = {
     "speculative_config": "behavior logprobs are those of one token a step",
     "tokenizer": "token ids go in and out: change policy.tokenizer",
     "load_format": "the first version of the weights is pulled",
+    "enable_return_routed_experts": "no other process reads them",
+    "aux_output_config": "no other process reads them",
 }
 
 

@@ -61,6 +61,8 @@ class Command:
     """Encoded demonstrations whose loss is reported with the step."""
     texts: tuple[Int32Array, ...] = ()
     """Token ids for the probe of a version that no step made."""
+    routes: Mapping[bytes, bytes] = dataclasses.field(default_factory=dict)
+    """By claim; on rank 0 only, which gives each rank what it packs."""
 
 
 def share(command: Command | None) -> Command:

@@ -1,0 +1,179 @@
+"""Mismatch of replicas and trainer for a random mixture of experts, with live and with replayed routes.
+
+    python -m benchmarks.trainer.router_replay
+
+An engine draws completions in bfloat16 and records the experts of each token; the trainer's model scores them in packed
+rows, in bfloat16, too. ``kl`` is the mean of exp(d) − 1 − d over tokens, d = trainer's − engine's logprob: an estimate of
+KL(engine ‖ trainer). ``same_experts`` is the share of (token, layer) pairs for which both choose the same experts by
+themselves; ``bus_ratio_1024`` what a sample of 1,024 tokens takes on the bus with its claim, by what it takes without. Fails if the routes of a sample are missing, or replay leaves more than 0.4 of the mismatch.
+"""
+
+import argparse
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+from penstock.services.rollout.engines.engine import GeneratedSample, GenerationRequest, with_texts
+from penstock.services.trainer.batch.packing import PackedRow, micro_batch
+from penstock.services.trainer.model.policy import Policy
+from penstock.services.trainer.model.routing import replay
+from penstock.shared.bus.claims import Claim, Holder
+from penstock.shared.bus.encoding import wire
+from penstock.shared.bus.messages import (
+    FinishReason,
+    GroupId,
+    PolicyVersion,
+    Prompt,
+    RolloutGroup,
+    Sample,
+    Sampling,
+)
+
+SIZES: dict[str, dict[str, int]] = {
+    "small": {
+        "hidden_size": 128, "moe_intermediate_size": 64, "num_experts": 32, "num_experts_per_tok": 4,
+        "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 512,
+    },
+    "large": {
+        "hidden_size": 1024, "moe_intermediate_size": 512, "num_experts": 64, "num_experts_per_tok": 8,
+        "num_hidden_layers": 12, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 128,
+        "vocab_size": 32_768,
+    },
+}  # fmt: skip
+MOST = 0.4
+"""Of the mismatch with live routes."""
+_SPREAD = 1.5
+"""Standard deviation of a router's scores, so that it chooses as clearly as a trained one."""
+
+
+def build(size: str, device: str) -> Any:
+    torch.manual_seed(0)
+    shape = SIZES[size]
+    config = Qwen3MoeConfig(
+        **shape, intermediate_size=shape["hidden_size"], decoder_sparse_step=1, norm_topk_prob=True,
+        tie_word_embeddings=False, max_position_embeddings=4096, bos_token_id=None, eos_token_id=None,
+        initializer_range=shape["hidden_size"] ** -0.5,
+    )  # fmt: skip
+    with torch.device(device):
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.mlp.gate.weight.normal_(0.0, _SPREAD / shape["hidden_size"] ** 0.5)
+    return model.eval().requires_grad_(False)
+
+
+def prompts(groups: int, tokens: int, vocabulary: int) -> list[np.ndarray]:
+    """Prompts, of which each second one begins as the one before it."""
+    generator = np.random.default_rng(0)
+    drawn = [generator.integers(0, vocabulary, tokens).astype(np.int32) for _ in range(groups)]
+    return [np.concatenate([drawn[n - n % 2][: tokens // 2], each[tokens // 2 :]]) for n, each in enumerate(drawn)]
+
+
+@torch.inference_mode()
+def by_transformers(model: Any, requests: Sequence[GenerationRequest], device: str) -> list[Sequence[GeneratedSample]]:
+    from penstock.services.rollout.engines.transformers.decoding import Batch, Tokens
+    from penstock.services.rollout.engines.transformers.routes import RouteRecorder
+
+    decoding = Batch(model, requests, Tokens(()), torch.device(device), RouteRecorder(model))
+    finished: dict[int, Sequence[GeneratedSample]] = {}
+    while not decoding.finished:
+        finished.update(decoding.step(PolicyVersion(0)))
+    return [finished[place] for place in range(len(requests))]
+
+
+@torch.no_grad()
+def compare(model: Any, requests: Sequence[GenerationRequest], groups: Sequence[Sequence[GeneratedSample]]) -> Any:
+    """Return the figures of both kinds of routes; some groups a pass."""
+    policy = Policy(model, chunk_tokens=4096).eval()
+    plan = policy.trunk.replay = replay.install(policy.model)
+    chosen: list[torch.Tensor] = []
+    for module in policy.model.modules():
+        if type(module).__name__.endswith("Router"):
+            module.register_forward_hook(lambda *given: chosen.append(given[2][2].sort(-1).values.cpu()))
+    differences: dict[bool, list[np.ndarray]] = {False: [], True: []}
+    missing, nbytes, device = 0, 0, next(model.parameters()).device
+    equal: dict[str, list[bool]] = {"prompts": [], "completions": []}
+    for number, (request, drawn) in enumerate(zip(requests, groups, strict=True)):
+        samples = with_texts(drawn, [""] * len(drawn), supports=False)
+        plan.forget()
+        claimed = []
+        for place, (sample, of) in enumerate(zip(samples, drawn, strict=True)):
+            claim = f"{number} {place}".encode()
+            missing += of.routes is None
+            if of.routes is not None:
+                plan.take(claim, of.routes.tobytes(), len(request.prompt_token_ids) + len(of.token_ids) - 1)
+                nbytes += of.routes.nbytes
+            claimed.append(dataclasses.replace(sample, routes=claim))
+        batch = micro_batch([PackedRow(request.prompt_token_ids, tuple(claimed), tuple(range(len(claimed))))])
+        routes_TLK = plan.routes_of(batch, device)
+        chosen.clear()
+        with_routes = policy(batch).policy_logprobs_N
+        plan.forget()
+        chosen.clear()
+        live = policy(batch).policy_logprobs_N
+        if routes_TLK is not None:
+            same_TL = (torch.stack(chosen, 1) == routes_TLK.sort(-1).values.cpu()).all(-1)
+            equal["prompts"] += same_TL[: len(request.prompt_token_ids)].flatten().tolist()
+            equal["completions"] += same_TL[len(request.prompt_token_ids) :].flatten().tolist()
+        for is_replayed, logprobs in ((True, with_routes), (False, live)):
+            differences[is_replayed].append(logprobs.double().cpu().numpy() - batch.behavior_logprobs_N)
+    kl = {key: float(np.mean(np.expm1(d) - d)) for key, d in ((k, np.concatenate(v)) for k, v in differences.items())}
+    most = {key: float(np.abs(np.concatenate(value)).max()) for key, value in differences.items()}
+    tokens = sum(len(each) for each in differences[True])
+    return {
+        "tokens": tokens, "missing_routes": missing, "same_experts": {part: float(np.mean(of)) for part, of in equal.items()},
+        "kl_live": kl[False], "kl_replayed": kl[True], "kl_ratio": kl[True] / kl[False],
+        "largest_live_nats": most[False], "largest_replayed_nats": most[True], "route_bytes_a_token": nbytes / tokens,
+    }  # fmt: skip
+
+
+def bus_ratio(tokens: int) -> float:
+    """Return the bytes of a sample's entry with a claim by those without, for ``tokens`` of 4 characters each."""
+    generator = np.random.default_rng(0)
+    sample = Sample(
+        generator.integers(0, 150_000, tokens).astype(np.int32), -generator.random(tokens).astype(np.float32),
+        np.zeros((1, 2), np.int32), FinishReason.STOP, "word" * tokens,
+    )  # fmt: skip
+    holders = Holder("run-rollout-0", "10.0.0.1:40000"), Holder("run-rollout-1", "10.0.0.2:40000")
+    claim = wire.encode(Claim(7, "0" * 64, 384 * tokens, holders))
+    prompt = Prompt(GroupId(7), "problems.jsonl:7", Sampling(8, tokens, 1.0), sample=0)
+    parts = (
+        RolloutGroup(prompt, np.zeros(64, np.int32), (each,), "run-rollout-0", 0.0, 0.0)
+        for each in (sample, dataclasses.replace(sample, routes=claim))
+    )
+    without, with_claim = (len(wire.encode(part)) for part in parts)
+    return with_claim / without
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=SIZES, default="small")
+    parser.add_argument("--groups", type=int, default=16)
+    parser.add_argument("--samples", type=int, default=4)
+    parser.add_argument("--prompt-tokens", type=int, default=64)
+    parser.add_argument("--new-tokens", type=int, default=128)
+    given = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model, started_s = build(given.size, device), time.perf_counter()
+    sampling = Sampling(samples=given.samples, max_new_tokens=given.new_tokens, temperature=1.0)
+    ids = prompts(given.groups, given.prompt_tokens, model.config.vocab_size)
+    requests = [GenerationRequest(own, sampling, seed) for seed, own in enumerate(ids)]
+    groups = by_transformers(model, requests, device)
+    drawn_s = time.perf_counter() - started_s
+    figures = compare(model, requests, groups)
+    shown = {"benchmark": "router_replay", "engine": "transformers", "device": device, "size": given.size}
+    shown["parameters"] = sum(weight.numel() for weight in model.parameters())
+    print(json.dumps({**shown, **figures, "bus_ratio_1024": bus_ratio(1024), "drawn_s": drawn_s}))
+    sys.exit(bool(figures["missing_routes"]) or not figures["kl_ratio"] <= MOST)
+
+
+if __name__ == "__main__":
+    main()

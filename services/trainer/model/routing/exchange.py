@@ -1,0 +1,65 @@
+"""Bring the routes of a step's samples from rank 0, which fetches them, to the ranks that pack the samples."""
+
+import hashlib
+import logging
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from penstock.services.trainer.batch.packing import MicroBatch
+from penstock.services.trainer.model.routing.replay import RouterReplay
+from penstock.services.trainer.rank_group import host_group
+
+log = logging.getLogger(__name__)
+
+
+class RouteExchange:
+    """On the training thread of every rank."""
+
+    def __init__(self, replay: RouterReplay) -> None:
+        self._replay = replay
+        self.offered: Mapping[bytes, bytes] = {}
+        """By claim, of the next step; on rank 0."""
+
+    def exchange(self, batches: Sequence[MicroBatch]) -> tuple[dict[str, float], str]:
+        """Take the routes of this rank's passes; return the step's figures and a digest of what has routes. Collective."""
+        self._replay.forget()
+        positions = {each.claim: len(each.columns_P) for batch in batches for each in batch.routed}
+        taken = []
+        for claim, payload in self._scattered(list(positions)).items():
+            try:
+                self._replay.take(claim, payload, positions[claim])
+                taken.append(claim)
+            except ValueError as error:
+                log.warning("sample routed live", extra={"reason": str(error)})
+        replayed = sum(_columns(batch, taken) for batch in batches)
+        samples = sum(len(batch.places_S) for batch in batches)
+        sums = torch.tensor(
+            [replayed, sum(batch.tokens for batch in batches), samples - len(taken)], dtype=torch.float64
+        )
+        dist.all_reduce(sums, group=host_group())
+        of_ranks: list[list[bytes]] = [[]] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, taken, group=host_group())
+        known = sorted(claim for claims in of_ranks for claim in claims)
+        figures = {"replayed_fraction": float(sums[0] / sums[1]), "routed_live": float(sums[2])}
+        return figures, hashlib.sha256(b"\n".join(known)).hexdigest() if known else ""
+
+    def _scattered(self, claims: list[bytes]) -> dict[bytes, bytes]:
+        """Return what rank 0 was offered of the claims ``claims`` here."""
+        offered, self.offered = self.offered, {}
+        if dist.get_world_size() == 1:
+            return {claim: offered[claim] for claim in claims if claim in offered}
+        of_ranks: list[list[bytes]] = [[]] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, claims, group=host_group())
+        parts = [{claim: offered[claim] for claim in own if claim in offered} for own in of_ranks]
+        payloads: list[dict[bytes, bytes]] = [{}]
+        dist.scatter_object_list(payloads, parts if dist.get_rank() == 0 else None, src=0, group=host_group())
+        return payloads[0]
+
+
+def _columns(batch: MicroBatch, taken: Sequence[bytes]) -> int:
+    """Return how many of a pass's tokens have routes."""
+    known = [each.columns_P[each.columns_P >= 0] for each in batch.routed if each.claim in set(taken)]
+    return len(np.unique(np.concatenate(known))) if known else 0

@@ -1,0 +1,42 @@
+"""Routes: the experts that each token of a sample went to when it was sampled, as bytes on a replica's shelf.
+
+Of a prompt of 2 tokens and a completion of 3, the routes are those of the first 4 tokens, as the last one was drawn but
+not read. Each has the ids of K experts in each of the decoder's L layers; those of layers that are no mixtures are not
+read. One byte an id, two with more than 256 experts, in the order of the array: 384 B a token of a model with 48 layers
+and 8 experts a token.
+
+Shapes: ``P`` tokens of prompt and completion but the last, ``L`` layers, ``K`` experts per token.
+"""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+RouteArray = npt.NDArray[np.uint8] | npt.NDArray[np.uint16]
+_SMALL = 256
+
+
+def id_type(experts: int) -> type[np.uint8] | type[np.uint16]:
+    """Return the number type of ids below ``experts``."""
+    return np.uint8 if experts <= _SMALL else np.uint16
+
+
+def unpack(payload: bytes, shape: tuple[int, int, int], experts: int) -> RouteArray:
+    """Return routes of ``shape`` (P × L × K).
+
+    Raises:
+        ValueError: they are not as many.
+    """
+    kind: Any = np.dtype(id_type(experts))
+    if len(payload) != (size := int(np.prod(shape)) * kind.itemsize):
+        raise ValueError(f"expected {size:,} bytes of routes, found {len(payload):,}")
+    routes: RouteArray = np.frombuffer(payload, dtype=kind).reshape(shape)
+    return routes
+
+
+def check(routes_PLK: RouteArray, experts: int) -> None:  # noqa: N803 (shapes)
+    """Raise ValueError unless each token has K different experts below ``experts`` in each of the layers."""
+    ascending = np.sort(routes_PLK, axis=2)
+    if ascending.size and (int(ascending.max()) >= experts or (ascending[..., 1:] == ascending[..., :-1]).any()):
+        raise ValueError(f"expected different experts of {experts} in each layer, found others")
