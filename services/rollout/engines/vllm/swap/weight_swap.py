@@ -25,6 +25,7 @@ from torch import nn
 from penstock.services.rollout.engines.checkpoint_form import CheckpointForm
 from penstock.services.rollout.engines.vllm.swap.copies import CopyPlan
 from penstock.services.rollout.engines.vllm.swap.copy_plan import CopyPlanRefused, Writes, first_cut, sources_of, trace
+from penstock.services.rollout.engines.vllm.swap.quantised import PROVEN, QuantisingPlan, prove, quantised, stand_ins
 from penstock.services.rollout.engines.vllm.swap.reload_repairs import (
     counting_direct_writes,
     fuse_gates_again,
@@ -38,8 +39,8 @@ log = logging.getLogger(__name__)
 
 Path: TypeAlias = Literal["plan", "layerwise"]
 
-_PLAIN = frozenset({"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"})
-"""Methods that use GPU parameters unchanged."""
+_PLAIN = frozenset({"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", PROVEN})
+"""Methods that use GPU parameters unchanged, or quantised as a plan can."""
 
 
 class WeightSwapper:
@@ -125,7 +126,12 @@ class WeightSwapper:
 
     def _traced(self, tensors: Mapping[str, torch.Tensor]) -> CopyPlan:
         before = _parameters(self._model)
-        plan = trace(self._load, tensors, before, dict(self._model.named_buffers()))
+        layers = quantised(self._model)
+        with stand_ins(layers) as weights:
+            plan = trace(self._load, tensors, _parameters(self._model), dict(self._model.named_buffers()))
+        if layers:
+            prove(layers)
+            plan = QuantisingPlan(plan, layers, weights)
         self._refuse_cut(first_cut((copy.source for copy in plan.copies), sources_of(tensors)), tensors)
         if any(before.get(name) is not parameter for name, parameter in _parameters(self._model).items()):
             raise CopyPlanRefused("the loader registers new parameters instead of writing into those that it has")
