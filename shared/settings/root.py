@@ -20,7 +20,12 @@ from penstock.shared.settings.placement import PlacementSettings, check_placemen
 from penstock.shared.settings.policy import FabricSettings, PolicySettings, WeightsSettings
 from penstock.shared.settings.rewards.models import ModelWork
 from penstock.shared.settings.rewards.reward import RewardSettings
-from penstock.shared.settings.rollout import EpisodesSettings, RolloutSettings, SamplingSettings
+from penstock.shared.settings.rollout import (
+    EpisodesSettings,
+    RolloutSettings,
+    SamplingSettings,
+    check_quantization,
+)
 from penstock.shared.settings.run import (
     BusSettings,
     CoordinatorSettings,
@@ -183,7 +188,7 @@ class Settings(Section):
             _check_kept,
             _check_warm_up,
             _check_gpus,
-            _check_engines,
+            check_quantization,
             _check_trainer,
             _check_slots,
             _check_sampling,
@@ -298,26 +303,6 @@ def _check_gpus(settings: Settings) -> None:
                 f"expected as many numbers in {name}.gpus for each of {replicas} {name}.replicas, found "
                 f"{list(gpus)}: change one of them, or leave {name}.gpus empty"
             )
-
-
-def _check_engines(settings: Settings) -> None:
-    engines = settings.rollout.engines_per_gpu
-    if engines == "auto" or engines == 1:
-        return
-    for key, value, expected in (
-        ("rollout.vllm.tensor_parallel_size", settings.rollout.vllm.tensor_parallel_size, 1),
-        ("rollout.nodes", settings.rollout.nodes, 1),
-    ):
-        if value != expected:
-            raise ValueError(
-                f"expected rollout.engines_per_gpu = 1 with {key} = {value}, whose engine spans several GPUs, found {engines}: "
-                "change one of them"
-            )
-    if "kv_cache_memory_bytes" in settings.rollout.vllm.arguments:
-        raise ValueError(
-            "expected no kv_cache_memory_bytes in rollout.vllm.arguments with rollout.engines_per_gpu > 1, which splits the "
-            "memory itself: leave it out"
-        )
 
 
 def _check_trainer(settings: Settings) -> None:
@@ -492,6 +477,7 @@ def check_plain_engine(settings: Settings, engine: str) -> None:
     only_vllm = (
         ("rollout.nodes", settings.rollout.nodes, 1),
         ("rollout.vllm.tensor_parallel_size", settings.rollout.vllm.tensor_parallel_size, 1),
+        ("rollout.vllm.quantization", settings.rollout.vllm.quantization, "none"),
         ("rollout.engines_per_gpu", 1 if (several := settings.rollout.engines_per_gpu) == "auto" else several, 1),
         ("weights.kv", settings.weights.kv, "keep"),
         ("weights.shadow", "full" if settings.weights.shadow == "auto" else settings.weights.shadow, "full"),

@@ -52,6 +52,20 @@ def test_fused_experts_are_refused() -> None:
 
 @pytest.mark.slow
 @needs_vllm
+@pytest.mark.parametrize("tied", ["tied", "untied"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
+def test_quantised_layers_get_the_bytes_of_vllms_own_load(family: str, tied: str) -> None:
+    results = seen()["fp8"][f"{family}-{tied}"]
+    assert (results["path"], results["reason"]) == ("plan", "")
+    assert results["differences_before"] > 0
+    assert {"model.layers.1.mlp.down_proj.weight", "model.layers.1.mlp.down_proj.weight_scale"} <= {*results["changed"]}
+    assert results["swapped"] == results["swapped_again"] == results["streamed"] == []
+    assert results["differences"] == results["compared"] == 0
+    assert results["damaged"] == 1, "a scale that was changed afterwards is noticed"
+
+
+@pytest.mark.slow
+@needs_vllm
 @pytest.mark.parametrize("tied", ["tied", "untied", "mixtral"])
 class TestAnEngineWhoseLayersArePacked:
     def test_is_reloaded_layer_by_layer_and_answers_with_the_new_weights(self, tied: str) -> None:

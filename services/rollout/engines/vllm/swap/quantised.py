@@ -64,7 +64,9 @@ def method_of(module: nn.Module) -> str:
 class QuantisingPlan(CopyPlan):
     """A plan whose copies into ``stand_ins``, of ``layers`` by name, quantise into the live layers instead."""
 
-    def __init__(self, traced: CopyPlan, layers: Mapping[str, nn.Module], stand_ins: Mapping[str, torch.Tensor]) -> None:
+    def __init__(
+        self, traced: CopyPlan, layers: Mapping[str, nn.Module], stand_ins: Mapping[str, torch.Tensor]
+    ) -> None:
         places = {storage._cdata: number for number, storage in enumerate(traced._destinations)}
         by_storage = {places[tensor.untyped_storage()._cdata]: name for name, tensor in stand_ins.items()}
         for fill in traced.fills:
@@ -188,7 +190,9 @@ def stand_ins(layers: Mapping[str, nn.Module]) -> Iterator[dict[str, torch.Tenso
     made: dict[str, torch.Tensor] = {}
     try:
         for name, layer in layers.items():
-            fresh: Any = restore_layer_refs(to_meta_tensor(get_layerwise_info(layer).restore_metadata[0]["weight"]), layer)
+            fresh: Any = restore_layer_refs(
+                to_meta_tensor(get_layerwise_info(layer).restore_metadata[0]["weight"]), layer
+            )
             fresh.weight_loader = _get_original_loader(fresh)
             made[name] = layer._parameters["weight"] = fresh
             layer._parameters.pop("weight_scale")
