@@ -187,6 +187,7 @@ def check_quantization(settings: "Settings") -> None:
     for key, value, expected in (
         ("policy.dtype", settings.policy.dtype, "bfloat16"),
         ("rollout.vllm.tensor_parallel_size", vllm.tensor_parallel_size, 1),
+        ("rollout.engines_per_gpu", settings.rollout.engines_per_gpu, 1),
         ("placement.mode", settings.placement.mode, "separate"),
         ("weights.lora", "adapter" if settings.publishes_adapters else "merged", "merged"),
     ):
