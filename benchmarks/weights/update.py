@@ -72,9 +72,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             deadline_s=args.deadline,
             shadow=args.shadow,
         )
-        trainer = _started(stack, environment(on_gpu, [0]), "trainer", options)
+        trainer = started(stack, environment(on_gpu, [0]), "trainer", options)
         replicas = [
-            _started(stack, environment(on_gpu, gpus(number, args.tensor_parallel)), "replica", options)
+            started(stack, environment(on_gpu, gpus(number, args.tensor_parallel)), "replica", options)
             for number in range(args.replicas)
         ]
         head = {"device": args.device, "shape": shape, "sequences": options.sequences, "replicas": args.replicas}
@@ -98,7 +98,8 @@ def configure(folder: Path, shape: Mapping[str, Any]) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def _started(stack: ExitStack, environment: dict[str, str], player: str, options: Options) -> Player:
+def started(stack: ExitStack, environment: dict[str, str], player: str, options: Options) -> Player:
+    """Return a process that ends with ``stack``."""
     with _surroundings(environment):
         started = Player(play, environment, player, options)
     stack.callback(started.close)
