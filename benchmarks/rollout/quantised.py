@@ -1,55 +1,92 @@
-"""FP8 rollouts beside bfloat16 on one GPU: tokens/s without and with updates of weights, and how long these stop decoding.
+"""FP8 rollouts beside bfloat16 on one GPU: tokens/s, and how long a swap of all weights stops decoding.
 
-    python -m benchmarks.rollout.quantised                 one GPU, the 7B shape, 256 sequences
-    python -m benchmarks.rollout.quantised --device cpu    a small shape; weights are reloaded layer by layer there
+    python -m benchmarks.rollout.quantised                    one GPU, the 7B shape
+    python -m benchmarks.rollout.quantised --device cpu       a small shape; weights are reloaded layer by layer there
 
-::
-
-    trainer's process ──── pull ────▶ replica with FP8, then replica in bfloat16: both are started, one decodes
-
-Random weights; an update every 2 s in every second window of 4 s. ``bytes_equal``: live weights and scales equal what the
-received version quantises to (null without a plan). Then as many sequences join. The last line is one JSON object;
-``ratios`` are FP8 / bfloat16 tokens/s of both loads, without updates.
+vLLM with random weights, prompts of 64 tokens, and the replica's :class:`WeightSwapper`; each engine in a process of its
+own, one after the other. ``swap_ms`` ends when the device has finished; ``differences`` counts copies that differ from the
+version (null without a plan). Prints a JSON object for each engine, then one for all; ``ratio`` is against bfloat16.
 """
 
 import argparse
 import json
+import multiprocessing
+import os
+import statistics
 import tempfile
 import time
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from benchmarks.shapes import SHAPES
-from benchmarks.weights.measures import START_S, Player, Run
-from benchmarks.weights.players import Options, environment
-from benchmarks.weights.update import configure, started
+from benchmarks.weights.update import configure
 
-FIGURES = ("tokens_per_s", "usual_wait_ms", "throughput_ratio", "stall_ms", "stall_ms_max")
+PROMPT_TOKENS, SWAPS = 64, 6
+SCHEMES = {"bfloat16": None, "fp8_per_channel": "fp8_per_channel", "fp8_per_tensor": "fp8_per_tensor"}
 
 
-def measured(trainer: Player, replica: Player, args: argparse.Namespace) -> dict[str, Any]:
-    """Return the figures of one engine under load."""
-    run = Run(trainer, [replica], args, args.device == "cuda")
-    first = run.update()[0]
-    replica.call("load", sequences=args.sequences)
-    run.update()
-    figures, updates = run.windows(args.seconds, run.update)
-    equal = replica.call("compare")
-    replica.call("load", sequences=args.sequences)
-    time.sleep(2.0)
-    before = replica.call("seen")
-    time.sleep(args.seconds / 2)
-    after = replica.call("seen")
-    return {
-        "path": first["path"],
-        "copied_bytes": first["copied_bytes"],
-        "updates": len(updates),
-        "swap_ms_max": max(1000 * at["swap_s"] for at in updates),
-        **{name: figures[name] for name in FIGURES},
-        "tokens_per_s_of_twice": (after["tokens"] - before["tokens"]) / (after["at_s"] - before["at_s"]),
-        "bytes_equal": None if None in equal else not any(equal),
-    }
+def measured(folder: str, scheme: str, device: str, loads: list[int], tokens: int) -> dict[str, Any]:
+    """Return the figures of one engine; in a process of its own."""
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    from vllm import LLM
+
+    on_gpu = device == "cuda"
+    more: dict[str, Any] = {"kv_cache_memory_bytes": 12 << 30} if on_gpu else {"enforce_eager": True}
+    llm = LLM(
+        folder,
+        skip_tokenizer_init=True,
+        dtype="bfloat16",
+        load_format="dummy",
+        quantization=SCHEMES[scheme],  # type: ignore[arg-type, unused-ignore]
+        max_model_len=1024,
+        max_num_seqs=max(loads),
+        enable_prefix_caching=False,
+        **more,
+    )
+    rate(llm, max(loads), 16)
+    rates = {str(sequences): round(rate(llm, sequences, tokens)) for sequences in loads}
+    worker: Any = llm.llm_engine.model_executor.driver_worker.worker  # type: ignore[attr-defined, unused-ignore]
+    weights = sum(parameter.nbytes for parameter in worker.model_runner.get_model().parameters())
+    swapped = swaps(folder, worker, device) if scheme != "fp8_per_tensor" else {}
+    return {"tokens_per_s": rates, "weights_bytes": weights, **swapped}
+
+
+def rate(llm: Any, sequences: int, tokens: int) -> float:
+    """Return tokens/s of ``sequences`` completions of ``tokens`` tokens that are decoded together."""
+    import torch
+    from vllm import SamplingParams
+
+    prompts = torch.randint(10, 4000, (sequences, PROMPT_TOKENS), generator=torch.Generator().manual_seed(0))
+    sampling = SamplingParams(max_tokens=tokens, ignore_eos=True, detokenize=False)
+    began_s = time.monotonic()
+    llm.generate([{"prompt_token_ids": prompt} for prompt in prompts.tolist()], sampling, use_tqdm=False)
+    return sequences * tokens / (time.monotonic() - began_s)
+
+
+def swaps(folder: str, worker: Any, device: str) -> dict[str, Any]:
+    """Return the figures of swaps of a random version."""
+    import torch
+
+    from penstock.services.rollout.engines.checkpoint_form import CheckpointForm
+    from penstock.services.rollout.engines.vllm.swap.weight_swap import WeightSwapper
+
+    def settled_s() -> float:
+        if device == "cuda":
+            torch.cuda.synchronize()
+        return time.monotonic()
+
+    place = torch.device(device)
+    outline = CheckpointForm(folder).outlined(torch.bfloat16)
+    version = {name: 0.02 * torch.randn_like(tensor, device=place) for name, tensor in outline.items()}
+    swapper = WeightSwapper(worker.model_runner.get_model(), worker.vllm_config, place)
+    swapper.prepare(version)
+    times_ms = []
+    for _ in range(SWAPS):
+        began_s = settled_s()
+        path, copied = swapper.swap()
+        times_ms.append(1000 * (settled_s() - began_s))
+    figures = {"path": path, "copied_bytes": copied, "swap_ms": round(statistics.median(times_ms), 2)}
+    return {**figures, "swap_ms_max": round(max(times_ms), 2), "differences": swapper.differences()}
 
 
 def main() -> None:
@@ -57,50 +94,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--shape", choices=list(SHAPES), default="")
-    parser.add_argument("--seconds", type=float, default=12.0, help="with updates; as long again without")
-    parser.add_argument("--sequences", type=int, default=0, help="decoding; 256, or 32 on the CPU")
+    parser.add_argument("--sequences", type=int, nargs="+", default=[], help="256 and 32, or 8 on the CPU")
+    parser.add_argument("--tokens", type=int, default=384)
+    parser.add_argument("--schemes", nargs="+", choices=list(SCHEMES), default=["bfloat16", "fp8_per_channel"])
     args = parser.parse_args()
     on_gpu = args.device == "cuda"
-    args.fan_out, shape = 2, args.shape or ("7b" if on_gpu else "tiny")
-    args.sequences = args.sequences or (256 if on_gpu else 32)
-    cache: dict[str, Any] = {"kv_cache_memory_bytes": 12 << 30} if on_gpu else {}
-    figures: dict[str, Any] = {}
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        configure(folder, SHAPES[shape])
-        surroundings = environment(on_gpu, [0])
-
-        def options(**arguments: Any) -> Options:
-            return Options(
-                folder=folder,
-                device=args.device,
-                dtype="bfloat16",
-                sequences=2 * args.sequences,
-                tensor_parallel_size=1,
-                max_model_len=448 if on_gpu else 512,
-                gpu_memory_utilization=0.2,
-                bucket_bytes=512 << 20,
-                deadline_s=60.0,
-                shadow="full",
-                arguments={**cache, **arguments},
-            )
-
-        trainer = started(stack, surroundings, "trainer", options())
-        replicas = {
-            "fp8": started(stack, surroundings, "replica", options(quantization="fp8_per_channel")),
-            "bfloat16": started(stack, surroundings, "replica", options()),
-        }
-        for replica in replicas.values():
-            replica.ask("describe")
-        for replica in replicas.values():
-            replica.answer(START_S)
-        for name, replica in replicas.items():
-            figures[name] = measured(trainer, replica, args)
-            print(json.dumps({name: figures[name]}), flush=True)
-            replica.close()
-    fp8, bfloat16 = figures["fp8"], figures["bfloat16"]
-    ratios = [round(fp8[name] / bfloat16[name], 3) for name in ("tokens_per_s", "tokens_per_s_of_twice")]
-    print(json.dumps({"device": args.device, "shape": shape, "sequences": args.sequences, "ratios": ratios, **figures}))
+    shape, loads = args.shape or ("7b" if on_gpu else "tiny"), args.sequences or ([256, 32] if on_gpu else [8])
+    engines: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        configure(Path(folder), SHAPES[shape])
+        for scheme in args.schemes:
+            with multiprocessing.get_context("spawn").Pool(1) as pool:
+                engines[scheme] = pool.apply(measured, (folder, scheme, args.device, loads, args.tokens))
+            print(json.dumps({scheme: engines[scheme]}), flush=True)
+    base = engines[args.schemes[0]]["tokens_per_s"]
+    for figures in engines.values():
+        figures["ratio"] = {load: round(value / base[load], 3) for load, value in figures["tokens_per_s"].items()}
+    print(json.dumps({"device": args.device, "shape": shape, "engines": engines}))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ Each answers requests over a pipe until it closes. Times use the host-wide monot
 import asyncio
 import dataclasses
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -33,8 +33,6 @@ class Options:
     bucket_bytes: int
     deadline_s: float
     shadow: str
-    arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """More of vLLM's."""
 
 
 def environment(on_gpu: bool, numbers: list[int]) -> dict[str, str]:

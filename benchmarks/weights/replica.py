@@ -22,7 +22,7 @@ async def opened(options: Options) -> Any:
     from penstock.services.rollout.engines.vllm import start as vllm_start
 
     vllm_arguments.NOT_SERVED.pop("load_format", None)  # no weights to load: the first version is pulled
-    arguments: dict[str, Any] = {"load_format": "dummy", **options.arguments}
+    arguments: dict[str, Any] = {"load_format": "dummy"}
     if options.device == "cuda":
         arguments["weight_transfer_config"] = {"backend": "nccl"}
     engine = await vllm_start.open_vllm(
@@ -115,12 +115,11 @@ class Replica:
             "copied_bytes": report.copied_bytes,
         }
 
-    async def load(self, sequences: int = 0) -> None:
-        """Decode endlessly (``sequences`` more than before; 0: all), and watch one more sequence."""
-        if not self._tasks:
-            self._tasks.append(asyncio.create_task(self._watch()))
-        for _ in range((sequences or self._options.sequences) // GROUP):
+    async def load(self) -> None:
+        """Decode endlessly, and watch one more sequence."""
+        for _ in range(self._options.sequences // GROUP):
             self._tasks.append(asyncio.create_task(self._decode()))
+        self._tasks.append(asyncio.create_task(self._watch()))
         while len(self._token_times_s) < 32:
             await asyncio.sleep(0.05)
             for task in self._tasks:

@@ -72,9 +72,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             deadline_s=args.deadline,
             shadow=args.shadow,
         )
-        trainer = started(stack, environment(on_gpu, [0]), "trainer", options)
+        trainer = _started(stack, environment(on_gpu, [0]), "trainer", options)
         replicas = [
-            started(stack, environment(on_gpu, gpus(number, args.tensor_parallel)), "replica", options)
+            _started(stack, environment(on_gpu, gpus(number, args.tensor_parallel)), "replica", options)
             for number in range(args.replicas)
         ]
         head = {"device": args.device, "shape": shape, "sequences": options.sequences, "replicas": args.replicas}
@@ -98,8 +98,7 @@ def configure(folder: Path, shape: Mapping[str, Any]) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def started(stack: ExitStack, environment: dict[str, str], player: str, options: Options) -> Player:
-    """Return a process that ends with ``stack``."""
+def _started(stack: ExitStack, environment: dict[str, str], player: str, options: Options) -> Player:
     with _surroundings(environment):
         started = Player(play, environment, player, options)
     stack.callback(started.close)

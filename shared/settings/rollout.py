@@ -2,15 +2,12 @@
 
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from penstock.shared.settings.section import OptionalPath, Section, shown
-
-if TYPE_CHECKING:
-    from penstock.shared.settings.root import Settings
+from penstock.shared.settings.section import OptionalPath, Section
 
 _OBJECT = r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$"
 _HERE = re.compile(r"localhost$|127\.|::1$", re.IGNORECASE)
@@ -170,30 +167,6 @@ class RolloutSettings(Section):
             raise ValueError(
                 "expected no kv_cache_memory_bytes in rollout.vllm.arguments with rollout.engines_per_gpu > 1, which splits the "
                 "memory itself: leave it out"
-            )
-
-
-def check_quantization(settings: "Settings") -> None:
-    """Raise ValueError where quantised rollouts are not corrected for, or not verified."""
-    vllm, algorithm = settings.rollout.vllm, settings.algorithm
-    if vllm.quantization == "none":
-        return
-    found = f'rollout.vllm.quantization = "{vllm.quantization}"'
-    if algorithm.loss != "dpo" and algorithm.correction in ("none", "ignored"):
-        raise ValueError(
-            f"expected an importance correction with {found}, whose samples another policy draws than the one that is trained, found "
-            f'algorithm.correction = "{algorithm.correction}": set algorithm.correction = "token_tis", or {found.partition(" ")[0]} = "none"'
-        )
-    for key, value, expected in (
-        ("policy.dtype", settings.policy.dtype, "bfloat16"),
-        ("rollout.vllm.tensor_parallel_size", vllm.tensor_parallel_size, 1),
-        ("rollout.engines_per_gpu", settings.rollout.engines_per_gpu, 1),
-        ("placement.mode", settings.placement.mode, "separate"),
-        ("weights.lora", "adapter" if settings.publishes_adapters else "merged", "merged"),
-    ):
-        if value != expected:
-            raise ValueError(
-                f"expected {key} = {shown(expected)} with {found}, which is not verified otherwise, found {shown(value)}: change one of them"
             )
 
 

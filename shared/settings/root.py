@@ -20,12 +20,7 @@ from penstock.shared.settings.placement import PlacementSettings, check_placemen
 from penstock.shared.settings.policy import FabricSettings, PolicySettings, WeightsSettings
 from penstock.shared.settings.rewards.models import ModelWork
 from penstock.shared.settings.rewards.reward import RewardSettings
-from penstock.shared.settings.rollout import (
-    EpisodesSettings,
-    RolloutSettings,
-    SamplingSettings,
-    check_quantization,
-)
+from penstock.shared.settings.rollout import EpisodesSettings, RolloutSettings, SamplingSettings
 from penstock.shared.settings.run import (
     BusSettings,
     CoordinatorSettings,
@@ -188,7 +183,7 @@ class Settings(Section):
             _check_kept,
             _check_warm_up,
             _check_gpus,
-            check_quantization,
+            _check_quantization,
             _check_trainer,
             _check_slots,
             _check_sampling,
@@ -288,12 +283,6 @@ def _check_warm_up(settings: Settings) -> None:
 
 
 def _check_gpus(settings: Settings) -> None:
-    ranks = settings.trainer.gpus
-    if ranks and (len(ranks) != settings.trainer.ranks or len(set(ranks)) != len(ranks)):
-        raise ValueError(
-            f"expected {settings.trainer.ranks} different numbers in trainer.gpus, one for each of trainer.ranks, found "
-            f"{list(ranks)}: change one of them, or leave trainer.gpus empty"
-        )
     for name, gpus, replicas in (
         ("rollout", settings.rollout.gpus, settings.rollout.replicas),
         ("reward", settings.reward.gpus, settings.reward.replicas),
@@ -302,6 +291,29 @@ def _check_gpus(settings: Settings) -> None:
             raise ValueError(
                 f"expected as many numbers in {name}.gpus for each of {replicas} {name}.replicas, found "
                 f"{list(gpus)}: change one of them, or leave {name}.gpus empty"
+            )
+
+
+def _check_quantization(settings: Settings) -> None:
+    vllm, algorithm = settings.rollout.vllm, settings.algorithm
+    if vllm.quantization == "none":
+        return
+    setting = f'rollout.vllm.quantization = "{vllm.quantization}"'
+    if algorithm.loss != "dpo" and algorithm.correction in ("none", "ignored"):
+        raise ValueError(
+            f"expected an importance correction with {setting}, whose samples another policy draws than the one that is trained, found "
+            f'algorithm.correction = "{algorithm.correction}": set algorithm.correction = "token_tis", or rollout.vllm.quantization = "none"'
+        )
+    for key, value, expected in (
+        ("policy.dtype", settings.policy.dtype, "bfloat16"),
+        ("rollout.vllm.tensor_parallel_size", vllm.tensor_parallel_size, 1),
+        ("rollout.engines_per_gpu", settings.rollout.engines_per_gpu, 1),
+        ("placement.mode", settings.placement.mode, "separate"),
+        ("weights.lora", "adapter" if settings.publishes_adapters else "merged", "merged"),
+    ):
+        if value != expected:
+            raise ValueError(
+                f"expected {key} = {shown(expected)} with {setting}, which is not verified otherwise, found {shown(value)}: change one of them"
             )
 
 

@@ -183,7 +183,7 @@ def quantised(folder: Path) -> dict[str, Any]:
         f"{family}-{'tied' if tied else 'untied'}": swapped_quantised(folder / f"{family}-{tied}", family, tied)
         for family in ("qwen2", "qwen3", "llama")
         for tied in (True, False)
-    }
+    } | {"engine": quantised_engine(folder / "engine")}
 
 
 def swapped_quantised(folder: Path, family: str, tied: bool) -> dict[str, Any]:
@@ -198,7 +198,7 @@ def swapped_quantised(folder: Path, family: str, tied: bool) -> dict[str, Any]:
     config = arguments.create_engine_config()
     versions = [on_device(reference(seed, tied, family).bfloat16()) for seed in range(3)]
     with set_current_vllm_config(config):
-        if parallel_state._TP is None:
+        if not parallel_state.model_parallel_is_initialized():
             join_alone()
         live, streamed, *loaded = [loaded_quantised(config, versions[n]) for n in (0, 0, 1, 2)]
         swapper, other = WeightSwapper(live, config, DEVICE), WeightSwapper(streamed, config, DEVICE)
@@ -267,19 +267,8 @@ def same(first: Any, other: Any) -> bool:
 
 
 def engine(folder: Path, tied: bool, family: str = "qwen2") -> dict[str, Any]:
-    from vllm import LLM
-
     reference(0, tied, family).save_pretrained(folder)
-    llm = LLM(
-        str(folder),
-        skip_tokenizer_init=True,
-        dtype="float32",
-        enforce_eager=True,
-        max_model_len=64,
-        max_num_seqs=4,
-        enable_prefix_caching=False,
-    )
-    worker = llm.llm_engine.model_executor.driver_worker.worker  # type: ignore[attr-defined, unused-ignore]
+    llm, worker = opened(folder, dtype="float32")
     swapper = WeightSwapper(worker.model_runner.get_model(), worker.vllm_config, DEVICE)
     policies = [reference(seed, tied, family) for seed in (0, 1, 2, 3)]
     shadow = on_device(policies[1])
@@ -295,6 +284,37 @@ def engine(folder: Path, tied: bool, family: str = "qwen2") -> dict[str, Any]:
     swapper.prepare(on_device(policies[0]))
     seen |= {"last": swapper.swap(), "swapped_last": gap(llm, policies[0]), "torn_last": swapper.torn}
     return seen
+
+
+def opened(folder: Path, **options: Any) -> tuple[Any, Any]:
+    """Return an engine in this process, and its worker."""
+    from vllm import LLM
+
+    llm = LLM(
+        str(folder),
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        max_model_len=64,
+        max_num_seqs=4,
+        enable_prefix_caching=False,
+        **options,
+    )
+    return llm, llm.llm_engine.model_executor.driver_worker.worker  # type: ignore[attr-defined, unused-ignore]
+
+
+def quantised_engine(folder: Path) -> dict[str, Any]:
+    """Swap a version into an engine that quantised its weights: on a CPU by vLLM's reload, as its embeddings are packed."""
+    from vllm.config import set_current_vllm_config
+
+    reference(0, True).bfloat16().save_pretrained(folder)
+    _, worker = opened(folder, dtype="bfloat16", quantization="fp8_per_channel")
+    model, version = worker.model_runner.get_model(), on_device(reference(1, True).bfloat16())
+    swapper = WeightSwapper(model, worker.vllm_config, DEVICE)
+    swapper.check_quantised()
+    swapper.prepare(version)
+    swapper.swap()
+    with set_current_vllm_config(worker.vllm_config):
+        return {"path": swapper.path, "unequal": unequal(model, loaded_quantised(worker.vllm_config, version))}
 
 
 def refused(swapper: WeightSwapper, llm: Any, serving: Any) -> dict[str, Any]:

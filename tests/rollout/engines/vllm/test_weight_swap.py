@@ -69,6 +69,12 @@ def test_quantised_layers_get_the_bytes_of_vllms_own_load(family: str, tied: str
 
 @pytest.mark.slow
 @needs_vllm
+def test_an_engine_with_quantised_layers_has_the_bytes_of_vllms_own_load_after_a_reload() -> None:
+    assert seen()["fp8"]["engine"] == {"path": "layerwise", "unequal": []}
+
+
+@pytest.mark.slow
+@needs_vllm
 @pytest.mark.parametrize("tied", ["tied", "untied", "mixtral"])
 class TestAnEngineWhoseLayersArePacked:
     def test_is_reloaded_layer_by_layer_and_answers_with_the_new_weights(self, tied: str) -> None:
