@@ -162,7 +162,7 @@ def prove(layers: Mapping[str, nn.Module]) -> None:
         proven.add(key)
         rows = _samples(inputs).to(device)
         processed: Any = copy.copy(layer)
-        processed.__dict__ |= {"_parameters": {"weight": nn.Parameter(rows, requires_grad=False)}}
+        processed.__dict__.update(_parameters={"weight": nn.Parameter(rows, requires_grad=False)})
         processed.__dict__.pop("_already_called_process_weights_after_loading", None)
         method.fp8_linear = copy.copy(method.fp8_linear)
         method.process_weights_after_loading(processed)
