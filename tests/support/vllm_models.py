@@ -204,7 +204,11 @@ def swapped_quantised(folder: Path, family: str, tied: bool) -> dict[str, Any]:
         swapper, other = WeightSwapper(live, config, DEVICE), WeightSwapper(streamed, config, DEVICE)
         swapper.check_quantised()
         swapper.prepare(versions[1])
-        seen = {"path": swapper.path, "reason": swapper.reason, "differences_before": swapper.differences()}
+        seen: dict[str, Any] = {
+            "path": swapper.path,
+            "reason": swapper.reason,
+            "differences_before": swapper.differences(),
+        }
         seen |= {"changed": unequal(live, loaded[0])}
         swapper.swap()
         seen |= {"swapped": unequal(live, loaded[0]), "differences": swapper.differences()}

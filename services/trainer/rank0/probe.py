@@ -166,10 +166,10 @@ def rounded(model: Any, by: float, seed: int, linear: float = 0.0) -> Iterator[N
     head = model.get_output_embeddings()
     hidden = [module for module in model.modules() if module is not head]
 
-    def hook(module: Any, _inputs: Any, output: Any) -> Any:
+    def rounded_output(module: Any, _inputs: Any, output: Any) -> Any:
         return again(output, linear or by if isinstance(module, torch.nn.Linear) else by)
 
-    hooks = [module.register_forward_hook(hook) for module in hidden]
+    hooks = [module.register_forward_hook(rounded_output) for module in hidden]
     own = head.forward
     try:
         with forward_replaced(head, lambda hidden_ND: again(own(hidden_ND))):  # logprobs pass its hooks by

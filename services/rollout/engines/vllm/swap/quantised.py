@@ -147,7 +147,7 @@ def _rows(name: str, layer: Any, stand_in: torch.Tensor, copied: Copy) -> Rows:
 
 
 @torch.no_grad()
-def prove(layers: Mapping[str, nn.Module]) -> None:
+def prove(layers: Mapping[str, Any]) -> None:
     """Check :func:`quantise` against vLLM's own processing, once per kernel and width.
 
     Raises CopyPlanRefused if a byte differs.
