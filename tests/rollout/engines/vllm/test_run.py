@@ -42,14 +42,14 @@ async def test_a_run_with_fp8_rollouts_shows_their_distance_from_the_trainer_and
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
     log = await up(tmp_path, [UNIPROC, "--rollout.vllm.quantization=fp8", "--policy.dtype=bfloat16"])
-    assert '"gap_nats": ' in log, "expected probes in the replica's log"
+    gaps = [float(gap) for gap in re.findall(r'"gap_nats": ([0-9.e+-]+)', log)]
+    assert max(gaps) > 0.03, "expected the distance of FP8 layers in the replica's probes"
     events = [json.loads(line) for line in (tmp_path / "vllm" / "events.jsonl").read_text().splitlines()]
     assert not [event for event in events if event["name"] == "probe gap"]
     lines = [json.loads(line) for line in (tmp_path / "vllm" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
-    assert lines[0]["logprob_gap"] > 0.005, "the first step's samples are of FP8 layers, its logprobs are not"
-    assert lines[0]["kl_mean"] > 1e-5
-    assert lines[0]["ess"] < 0.9999
+    assert max(line["kl_mean"] for line in lines) > 1e-5, "samples are of FP8 layers, the trainer's logprobs are not"
+    assert min(line["ess"] for line in lines) < 0.9999
 
 
 @pytest.mark.slow
