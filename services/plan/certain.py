@@ -179,8 +179,8 @@ def _engine(settings: Settings, work: Workload) -> list[Component]:
 def _replica(settings: Settings, work: Workload, memory_bytes: float) -> list[Component]:
     """Return the least that a replica's engines take of each of its GPUs, its key-value cache included."""
     vllm, count = settings.rollout.vllm, settings.rollout.engines_per_gpu
-    weights, arguments = work.policy_bytes / vllm.tensor_parallel_size, vllm.arguments
-    if "quantization" in arguments:
+    weights = work.policy_bytes / vllm.tensor_parallel_size
+    if vllm.quantization != "none":
         return []
     if count != "auto" and count > 1:
         fewer = "lower rollout.engines_per_gpu"

@@ -83,9 +83,22 @@ class VllmSettings(Section):
     max_model_len: NonNegativeInt = Field(default=0)
     """Maximum length of prompt and completion, in tokens; 0: the model's context. It also decides the factors of
     longrope, in the trainer too."""
+    quantization: Literal["none", "fp8"] = Field(default="none")
+    """Number type of the linear layers' weights and inputs while generating. `fp8`: half the memory of bfloat16, and
+    samples of a slightly different policy, so algorithm.correction must be on (docs/weights.md)."""
     arguments: dict[str, Any] = Field(default={})
     """More of vLLM's AsyncEngineArgs: {enforce_eager = true} starts without CUDA graphs, {max_num_seqs = 64} limits the
     samples decoded at a time (default: rollout.max_groups × sampling.group_size)."""
+
+    @model_validator(mode="after")
+    def _agree(self) -> "VllmSettings":
+        for name in ("quantization", "quantization_config"):
+            if name in self.arguments:
+                raise ValueError(
+                    f"expected no {name} in rollout.vllm.arguments, where nothing proves that new weights are quantised as vLLM loads "
+                    'them: set rollout.vllm.quantization = "fp8", or leave it out'
+                )
+        return self
 
 
 class RolloutSettings(Section):
@@ -122,6 +135,7 @@ class RolloutSettings(Section):
 
     @model_validator(mode="after")
     def _agree(self) -> "RolloutSettings":
+        self._check_engines()
         if (self.nodes, self.node) == (1, 0):
             return self
         if not self.rendezvous or self.node >= self.nodes or self.secret_file is None:
@@ -135,6 +149,25 @@ class RolloutSettings(Section):
                 f"each host, found {self.vllm.tensor_parallel_size}: change one of them"
             )
         return self
+
+    def _check_engines(self) -> None:
+        engines = self.engines_per_gpu
+        if engines == "auto" or engines == 1:
+            return
+        for key, value in (
+            ("rollout.vllm.tensor_parallel_size", self.vllm.tensor_parallel_size),
+            ("rollout.nodes", self.nodes),
+        ):
+            if value != 1:
+                raise ValueError(
+                    f"expected rollout.engines_per_gpu = 1 with {key} = {value}, whose engine spans several GPUs, found {engines}: "
+                    "change one of them"
+                )
+        if "kv_cache_memory_bytes" in self.vllm.arguments:
+            raise ValueError(
+                "expected no kv_cache_memory_bytes in rollout.vllm.arguments with rollout.engines_per_gpu > 1, which splits the "
+                "memory itself: leave it out"
+            )
 
 
 class EpisodesSettings(Section):

@@ -181,7 +181,7 @@ class Settings(Section):
             _check_kept,
             _check_warm_up,
             _check_gpus,
-            _check_engines,
+            _check_quantization,
             _check_trainer,
             _check_slots,
             _check_sampling,
@@ -282,12 +282,6 @@ def _check_warm_up(settings: Settings) -> None:
 
 
 def _check_gpus(settings: Settings) -> None:
-    ranks = settings.trainer.gpus
-    if ranks and (len(ranks) != settings.trainer.ranks or len(set(ranks)) != len(ranks)):
-        raise ValueError(
-            f"expected {settings.trainer.ranks} different numbers in trainer.gpus, one for each of trainer.ranks, found "
-            f"{list(ranks)}: change one of them, or leave trainer.gpus empty"
-        )
     for name, gpus, replicas in (
         ("rollout", settings.rollout.gpus, settings.rollout.replicas),
         ("reward", settings.reward.gpus, settings.reward.replicas),
@@ -299,24 +293,27 @@ def _check_gpus(settings: Settings) -> None:
             )
 
 
-def _check_engines(settings: Settings) -> None:
-    engines = settings.rollout.engines_per_gpu
-    if engines == "auto" or engines == 1:
+def _check_quantization(settings: Settings) -> None:
+    vllm, algorithm = settings.rollout.vllm, settings.algorithm
+    if vllm.quantization == "none":
         return
+    setting = f'rollout.vllm.quantization = "{vllm.quantization}"'
+    if algorithm.loss != "dpo" and algorithm.correction in ("none", "ignored"):
+        raise ValueError(
+            f"expected an importance correction with {setting}, whose samples another policy draws than the one that is trained, found "
+            f'algorithm.correction = "{algorithm.correction}": set algorithm.correction = "token_tis", or rollout.vllm.quantization = "none"'
+        )
     for key, value, expected in (
-        ("rollout.vllm.tensor_parallel_size", settings.rollout.vllm.tensor_parallel_size, 1),
-        ("rollout.nodes", settings.rollout.nodes, 1),
+        ("policy.dtype", settings.policy.dtype, "bfloat16"),
+        ("rollout.vllm.tensor_parallel_size", vllm.tensor_parallel_size, 1),
+        ("rollout.engines_per_gpu", settings.rollout.engines_per_gpu, 1),
+        ("placement.mode", settings.placement.mode, "separate"),
+        ("weights.lora", "adapter" if settings.publishes_adapters else "merged", "merged"),
     ):
         if value != expected:
             raise ValueError(
-                f"expected rollout.engines_per_gpu = 1 with {key} = {value}, whose engine spans several GPUs, found {engines}: "
-                "change one of them"
+                f"expected {key} = {shown(expected)} with {setting}, which is not verified otherwise, found {shown(value)}: change one of them"
             )
-    if "kv_cache_memory_bytes" in settings.rollout.vllm.arguments:
-        raise ValueError(
-            "expected no kv_cache_memory_bytes in rollout.vllm.arguments with rollout.engines_per_gpu > 1, which splits the "
-            "memory itself: leave it out"
-        )
 
 
 def _check_trainer(settings: Settings) -> None:
@@ -491,6 +488,7 @@ def check_plain_engine(settings: Settings, engine: str) -> None:
     only_vllm = (
         ("rollout.nodes", settings.rollout.nodes, 1),
         ("rollout.vllm.tensor_parallel_size", settings.rollout.vllm.tensor_parallel_size, 1),
+        ("rollout.vllm.quantization", settings.rollout.vllm.quantization, "none"),
         ("rollout.engines_per_gpu", 1 if (several := settings.rollout.engines_per_gpu) == "auto" else several, 1),
         ("weights.kv", settings.weights.kv, "keep"),
         ("weights.shadow", "full" if settings.weights.shadow == "auto" else settings.weights.shadow, "full"),

@@ -161,6 +161,11 @@ class TrainerSettings(Section):
 
     @model_validator(mode="after")
     def _agree(self) -> "TrainerSettings":
+        if self.gpus and (len(self.gpus) != self.ranks or len(set(self.gpus)) != len(self.gpus)):
+            raise ValueError(
+                f"expected {self.ranks} different numbers in trainer.gpus, one for each of trainer.ranks, found {list(self.gpus)}: change "
+                "one of them, or leave trainer.gpus empty"
+            )
         if self.ranks % self.sequence_parallel:
             raise ValueError(
                 f"expected trainer.sequence_parallel to divide trainer.ranks, found {self.sequence_parallel} and {self.ranks}: "

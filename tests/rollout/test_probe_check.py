@@ -18,13 +18,14 @@ from penstock.shared.bus.messages import Int32Array, Probe
 from penstock.shared.settings import loads
 from tests.support import model_zoo
 from tests.support.model_configurations import VOCABULARY
-from tests.support.probed import FAULTS, ProbedTrainer, groups_of, moved, plant, scored
+from tests.support.probed import FAULTS, ProbedTrainer, groups_of, in_fp8, moved, plant, scored
 
 FAMILIES = ("llama", "qwen2_moe", "gemma3_text", "mixtral")
 HEALTHY = (
     "llama", "qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3_text", "gpt_oss", "mistral+swa(short)", "mixtral", "phi3", "olmo2",
     "granite", "glm4", "cohere2", "deepseek_v3", "falcon_h1", "mamba2", "gpt2", "bloom", "smollm3", "stablelm", "lfm2",
 )  # fmt: skip
+QUANTISED = ("llama", "qwen2", "qwen3", "mistral+swa(short)", "smollm3", "phi3")
 SETTINGS = loads("policy.model = 'x'", "test")
 MARGIN = SETTINGS.weights.probe_margin
 TEXTS, TOKENS = 8, 64
@@ -104,6 +105,19 @@ def test_a_planted_fault_is_an_alarm(family: str, fault: str) -> None:
     finding = judged(engine, probe_of(family))
     assert finding.gap > finding.limit, finding
     assert "expected the trainer's logprobs within" in finding.problem
+
+
+@pytest.mark.parametrize("family", QUANTISED)
+def test_fp8_is_an_alarm_but_not_where_the_run_asks_for_it(family: str) -> None:
+    """Its noise is of FP8 layers then, so larger faults are found and smaller ones are not."""
+    settings = loads("policy.model = 'x'\nrollout.vllm.quantization = 'fp8'", "test")
+    of_run = probed(Prober(ProbedTrainer(str(saved(family))), settings), texts(family))  # type: ignore[arg-type]
+    engine = in_fp8(engine_of(family))
+    assert judged(engine, probe_of(family)).problem
+    finding = judged(engine, of_run)
+    assert not finding.problem, finding
+    plant("one_layer", engine)
+    assert judged(engine, of_run).problem
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -166,6 +166,22 @@ def plant(name: str, model: Any) -> bool:
         return FAULTS[name](model)
 
 
+def in_fp8(model: Any) -> Any:
+    """Let ``model``'s linear layers compute as vLLM's with FP8 weights per channel and inputs per token; return it."""
+    head = model.get_output_embeddings()
+    layers = [part for part in model.modules() if isinstance(part, nn.Linear) and part is not head]
+    for layer in layers:
+        with torch.no_grad():
+            layer.weight.copy_(_rows_in_float8(layer.weight))
+        layer.register_forward_pre_hook(lambda _, inputs: (_rows_in_float8(inputs[0]), *inputs[1:]))
+    return model
+
+
+def _rows_in_float8(rows: Tensor) -> Tensor:
+    scale = rows.float().abs().amax(-1, keepdim=True).clamp_min(1e-9) / torch.finfo(FLOAT8).max
+    return ((rows.float() / scale).to(FLOAT8).float() * scale).to(rows.dtype)
+
+
 def moved(model: Any, relative: float, *, rank: int = 0) -> None:
     """Change all matrices by ``relative`` of their size, as a step does; ``rank``: by a product of two thin ones."""
     generator = torch.Generator().manual_seed(11)

@@ -1,6 +1,7 @@
 """Scenes with real vLLM models on the CPU; prints one JSON line of results.
 
     loaders          the loaders of three families, whole and as one rank of two
+    fp8              the same families where vLLM quantises linear layers when it loads them
     tied, untied     an engine whose weights are swapped while it lives
     mixtral          another, of a mixture whose checkpoint holds each expert's matrices under names of their own
 
@@ -85,7 +86,8 @@ def on_device(model: Any) -> dict[str, torch.Tensor]:
 
 def bucketed(tensors: dict[str, torch.Tensor]) -> tuple[Layout, list[torch.Tensor]]:
     """Split ``tensors`` into buckets, several per layer."""
-    layout = plan_layout(((name, "float32", tuple(tensor.shape)) for name, tensor in tensors.items()), 20_000)
+    kinds = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in tensors.items()}
+    layout = plan_layout(((name, kinds[name], tuple(tensor.shape)) for name, tensor in tensors.items()), 20_000)
     device = next(iter(tensors.values())).device
     buckets = [torch.zeros(size, dtype=torch.uint8, device=device) for size in layout.bucket_bytes]
     for entry in layout.tensors:
@@ -175,6 +177,76 @@ def built(config: Any, value: float) -> Any:
     return model
 
 
+def quantised(folder: Path) -> dict[str, Any]:
+    """Swap and stream versions into models whose linear layers vLLM holds in FP8, against its own load of each."""
+    return {
+        f"{family}-{'tied' if tied else 'untied'}": swapped_quantised(folder / f"{family}-{tied}", family, tied)
+        for family in ("qwen2", "qwen3", "llama")
+        for tied in (True, False)
+    } | {"engine": quantised_engine(folder / "engine")}
+
+
+def swapped_quantised(folder: Path, family: str, tied: bool) -> dict[str, Any]:
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import parallel_state
+    from vllm.engine.arg_utils import EngineArgs
+
+    reference(0, tied, family).bfloat16().save_pretrained(folder)
+    arguments = EngineArgs(
+        model=str(folder), skip_tokenizer_init=True, dtype="bfloat16", max_model_len=64, quantization="fp8_per_channel"
+    )
+    config = arguments.create_engine_config()
+    versions = [on_device(reference(seed, tied, family).bfloat16()) for seed in range(3)]
+    with set_current_vllm_config(config):
+        if not parallel_state.model_parallel_is_initialized():
+            join_alone()
+        live, streamed, *loaded = [loaded_quantised(config, versions[n]) for n in (0, 0, 1, 2)]
+        swapper, other = WeightSwapper(live, config, DEVICE), WeightSwapper(streamed, config, DEVICE)
+        swapper.check_quantised()
+        swapper.prepare(versions[1])
+        seen: dict[str, Any] = {
+            "path": swapper.path,
+            "reason": swapper.reason,
+            "differences_before": swapper.differences(),
+        }
+        seen |= {"changed": unequal(live, loaded[0])}
+        swapper.swap()
+        seen |= {"swapped": unequal(live, loaded[0]), "differences": swapper.differences()}
+        swapper.prepare(versions[2])
+        swapper.swap()
+        seen |= {"swapped_again": unequal(live, loaded[1])}
+        layout, buckets = bucketed(versions[2])
+        other.stream(through_one_buffer(buckets), layout)
+        seen |= {"streamed": unequal(streamed, loaded[1]), "compared": other.compare(through_one_buffer(buckets))}
+        live.model.layers[1].mlp.down_proj.weight_scale.data[3] *= 2
+        return {**seen, "damaged": swapper.differences()}
+
+
+def loaded_quantised(config: Any, tensors: dict[str, torch.Tensor]) -> Any:
+    """Return a model that vLLM has loaded from ``tensors``, quantised as it does."""
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_processing
+    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    config.compilation_config.static_forward_context.clear()
+    with set_default_torch_dtype(torch.bfloat16), DEVICE:
+        model = initialize_model(config)
+        model.load_weights(iter(tensors.items()))
+        finalize_layerwise_processing(model, config.model_config)
+    return model
+
+
+def unequal(first: Any, other: Any) -> list[str]:
+    """Return the parameters that differ in a byte."""
+    others = dict(other.named_parameters())
+    assert others.keys() == dict(first.named_parameters()).keys()
+    return [name for name, held in first.named_parameters() if not torch.equal(bytes_of(held), bytes_of(others[name]))]
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.data.contiguous().view(torch.uint8)
+
+
 def join_alone() -> None:
     from vllm.distributed import parallel_state
 
@@ -199,19 +271,8 @@ def same(first: Any, other: Any) -> bool:
 
 
 def engine(folder: Path, tied: bool, family: str = "qwen2") -> dict[str, Any]:
-    from vllm import LLM
-
     reference(0, tied, family).save_pretrained(folder)
-    llm = LLM(
-        str(folder),
-        skip_tokenizer_init=True,
-        dtype="float32",
-        enforce_eager=True,
-        max_model_len=64,
-        max_num_seqs=4,
-        enable_prefix_caching=False,
-    )
-    worker = llm.llm_engine.model_executor.driver_worker.worker  # type: ignore[attr-defined, unused-ignore]
+    llm, worker = opened(folder, dtype="float32")
     swapper = WeightSwapper(worker.model_runner.get_model(), worker.vllm_config, DEVICE)
     policies = [reference(seed, tied, family) for seed in (0, 1, 2, 3)]
     shadow = on_device(policies[1])
@@ -227,6 +288,37 @@ def engine(folder: Path, tied: bool, family: str = "qwen2") -> dict[str, Any]:
     swapper.prepare(on_device(policies[0]))
     seen |= {"last": swapper.swap(), "swapped_last": gap(llm, policies[0]), "torn_last": swapper.torn}
     return seen
+
+
+def opened(folder: Path, **options: Any) -> tuple[Any, Any]:
+    """Return an engine in this process, and its worker."""
+    from vllm import LLM
+
+    llm = LLM(
+        str(folder),
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        max_model_len=64,
+        max_num_seqs=4,
+        enable_prefix_caching=False,
+        **options,
+    )
+    return llm, llm.llm_engine.model_executor.driver_worker.worker  # type: ignore[attr-defined, unused-ignore]
+
+
+def quantised_engine(folder: Path) -> dict[str, Any]:
+    """Swap a version into an engine that quantised its weights: on a CPU by vLLM's reload, as its embeddings are packed."""
+    from vllm.config import set_current_vllm_config
+
+    reference(0, True).bfloat16().save_pretrained(folder)
+    _, worker = opened(folder, dtype="bfloat16", quantization="fp8_per_channel")
+    model, version = worker.model_runner.get_model(), on_device(reference(1, True).bfloat16())
+    swapper = WeightSwapper(model, worker.vllm_config, DEVICE)
+    swapper.check_quantised()
+    swapper.prepare(version)
+    swapper.swap()
+    with set_current_vllm_config(worker.vllm_config):
+        return {"path": swapper.path, "unequal": unequal(model, loaded_quantised(worker.vllm_config, version))}
 
 
 def refused(swapper: WeightSwapper, llm: Any, serving: Any) -> dict[str, Any]:
@@ -269,13 +361,13 @@ def gap(llm: Any, policy: Any) -> float:
 
 def play(scene: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
-        if scene == "loaders":
-            return loaders(Path(folder))
+        if scene in ("loaders", "fp8"):
+            return loaders(Path(folder)) if scene == "loaders" else quantised(Path(folder))
         return engine(Path(folder), scene == "tied", scene if scene in FAMILIES else "qwen2")
 
 
 def main() -> None:
-    scenes = sys.argv[1:] or ("loaders", "tied", "untied", "mixtral")
+    scenes = sys.argv[1:] or ("loaders", "fp8", "tied", "untied", "mixtral")
     os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
     os.environ["TORCHDYNAMO_DISABLE"] = "1"  # needs a compiler, and a path without spaces
     import vllm.v1.engine.llm_engine  # noqa: F401

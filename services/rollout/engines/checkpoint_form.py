@@ -56,6 +56,12 @@ class CheckpointForm:
                 self._renamed[name] = group
         self._outline = model
 
+    def outlined(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """Return the published parameters by name, on the meta device; may raise WeightsError."""
+        self.open()
+        named = self._outline.named_parameters()
+        return {name: torch.empty(parameter.shape, dtype=dtype, device="meta") for name, parameter in named}
+
     def convert(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (published name, value) ``tensors`` in checkpoint form; raises WeightsError if these do not match."""
         self.open()

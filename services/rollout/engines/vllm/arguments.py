@@ -133,6 +133,20 @@ def check_arguments(others: Mapping[str, Any], ours: Collection[str]) -> None:
             raise SettingsError(f"{name} is not allowed in rollout.vllm.arguments; {NOT_SERVED[name]}")
 
 
+def check_quantization(arguments: Mapping[str, Any]) -> None:
+    """Raise SettingsError where the device has no FP8 arithmetic that vLLM uses for online quantization."""
+    if not arguments.get("quantization"):
+        return
+    from vllm.platforms import current_platform as platform
+
+    if platform.is_cpu() or (platform.is_cuda() and platform.has_device_capability(89)):
+        return
+    raise SettingsError(
+        f'expected a GPU of compute capability 8.9 or more with rollout.vllm.quantization = "fp8", found {platform.get_device_name()}: set '
+        'rollout.vllm.quantization = "none", or use another GPU'
+    )
+
+
 def set_environment(own: str = "") -> None:
     """Set what vLLM reads when it is imported. ``own`` is this host's address for other hosts, if any."""
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")

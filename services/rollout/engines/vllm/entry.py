@@ -78,8 +78,10 @@ def vllm_settings(settings: Settings, replica: str, hosts: Hosts | None) -> dict
 
 
 def vllm_arguments(settings: Settings, *, shares: bool = False) -> dict[str, Any]:
-    """Return ``rollout.vllm.arguments`` plus those for adapters, and for a replica that shares its device."""
+    """Return ``rollout.vllm.arguments`` plus those for quantised weights, adapters, and a replica that shares its device."""
     given = settings.rollout.vllm.arguments
+    if settings.rollout.vllm.quantization == "fp8":
+        given = {"quantization": "fp8_per_channel", **given}
     if shares and has_gpu(settings.run.device):
         given = {"enable_sleep_mode": True, **given}
     if not settings.publishes_adapters:

@@ -15,7 +15,12 @@ import torch
 
 from penstock.services.rollout.engines import fork_server
 from penstock.services.rollout.engines.vllm import start_report
-from penstock.services.rollout.engines.vllm.arguments import engine_args, serving, set_environment
+from penstock.services.rollout.engines.vllm.arguments import (
+    check_quantization,
+    engine_args,
+    serving,
+    set_environment,
+)
 from penstock.services.rollout.engines.vllm.engine import VllmEngine
 from penstock.services.rollout.engines.vllm.multihost.hosts import Hosts, secret_of
 from penstock.services.rollout.engines.vllm.worker_channel import Reports, held_of
@@ -138,6 +143,7 @@ def _start(arguments: dict[str, Any], hosts: Hosts | None, stat_loggers: list[ty
 
         from penstock.services.rollout.engines.vllm.scheduling.schedulers import hold_tokens
 
+        check_quantization(arguments)
         _fork_engines()
         with serving(arguments["model"]):
             config = engine_arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)

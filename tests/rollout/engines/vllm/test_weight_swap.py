@@ -1,5 +1,6 @@
 """Weights into real vLLM models: by plan for plain layers, layer by layer for packed ones."""
 
+import contextlib
 import importlib.util
 from functools import cache
 from types import SimpleNamespace
@@ -10,10 +11,12 @@ import torch
 from torch import nn
 
 from penstock.services.rollout.engines.vllm.swap.reload_repairs import fuse_gates_again, packing_experts_again
-from penstock.services.rollout.engines.vllm.swap.weight_swap import _derived
+from penstock.services.rollout.engines.vllm.swap.weight_swap import WeightSwapper, _derived
+from penstock.shared.errors import SettingsError
 from tests.support import forge
 from tests.support.tolerance import FORWARD
 
+CPU = torch.device("cpu")
 WHOLE_GAP_NATS = FORWARD
 """Other weights differ by whole nats."""
 
@@ -48,6 +51,26 @@ def test_fused_experts_are_refused() -> None:
     results = seen()["loaders"]["mixture"]
     assert results["path"] == "layerwise"
     assert "the loader copies what it computed" in results["reason"], "the experts of one tensor are cut apart"
+
+
+@pytest.mark.slow
+@needs_vllm
+@pytest.mark.parametrize("tied", ["tied", "untied"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
+def test_quantised_layers_get_the_bytes_of_vllms_own_load(family: str, tied: str) -> None:
+    results = seen()["fp8"][f"{family}-{tied}"]
+    assert (results["path"], results["reason"]) == ("plan", "")
+    assert results["differences_before"] > 0
+    assert {"model.layers.1.mlp.down_proj.weight", "model.layers.1.mlp.down_proj.weight_scale"} <= {*results["changed"]}
+    assert results["swapped"] == results["swapped_again"] == results["streamed"] == []
+    assert results["differences"] == results["compared"] == 0
+    assert results["damaged"] == 1, "a scale that was changed afterwards is noticed"
+
+
+@pytest.mark.slow
+@needs_vllm
+def test_an_engine_with_quantised_layers_has_the_bytes_of_vllms_own_load_after_a_reload() -> None:
+    assert seen()["fp8"]["engine"] == {"path": "layerwise", "unequal": []}
 
 
 @pytest.mark.slow
@@ -123,6 +146,16 @@ def test_a_model_of_plain_layers_derives_nothing_from_its_weights() -> None:
 )
 def test_what_was_derived_from_weights_is_named(module: nn.Module, expected: str) -> None:
     assert _derived(nn.Sequential(module)) == expected
+
+
+@pytest.mark.parametrize("quantised", [True, False])
+def test_a_model_with_layers_whose_quantisation_is_not_proven_is_refused_at_the_start(quantised: bool) -> None:
+    source = SimpleNamespace(model="no folder", trust_remote_code=False)
+    config = SimpleNamespace(model_config=source, quant_config=object() if quantised else None)
+    swapper = WeightSwapper(nn.Sequential(layer(UnquantizedLinearMethod()), layer(Fp8LinearMethod())), config, CPU)
+    sentence = '1 uses its weights through Fp8LinearMethod: set rollout.vllm.quantization = "none"'
+    with pytest.raises(SettingsError, match=sentence) if quantised else contextlib.nullcontext():
+        swapper.check_quantised()
 
 
 def test_gates_that_a_mixture_fused_at_its_first_step_are_fused_again_in_place() -> None:

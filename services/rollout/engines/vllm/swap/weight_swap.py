@@ -26,6 +26,14 @@ from torch import nn
 from penstock.services.rollout.engines.checkpoint_form import CheckpointForm
 from penstock.services.rollout.engines.vllm.swap.copies import CopyPlan
 from penstock.services.rollout.engines.vllm.swap.copy_plan import CopyPlanRefused, Writes, first_cut, sources_of, trace
+from penstock.services.rollout.engines.vllm.swap.quantised import (
+    PROVEN,
+    QuantisingPlan,
+    method_of,
+    prove,
+    quantised,
+    stand_ins,
+)
 from penstock.services.rollout.engines.vllm.swap.reload_repairs import (
     counting_direct_writes,
     fuse_gates_again,
@@ -33,7 +41,7 @@ from penstock.services.rollout.engines.vllm.swap.reload_repairs import (
     process_tied,
 )
 from penstock.services.rollout.engines.vllm.swap.share_plan import SharesRefused, packed, pieces_of
-from penstock.shared.errors import WeightsError
+from penstock.shared.errors import SettingsError, WeightsError
 from penstock.shared.weights.format.flat import FlatSnapshot
 from penstock.shared.weights.format.layout import Layout
 from penstock.shared.weights.format.shares import Pieces, Share
@@ -42,8 +50,8 @@ log = logging.getLogger(__name__)
 
 Path: TypeAlias = Literal["plan", "layerwise", "shares"]
 
-_PLAIN = frozenset({"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"})
-"""Methods that use GPU parameters unchanged."""
+_PLAIN = frozenset({"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", PROVEN})
+"""Methods that use GPU parameters unchanged, or quantised as a plan can."""
 
 
 class WeightSwapper:
@@ -64,6 +72,26 @@ class WeightSwapper:
         self._packed: tuple[FlatSnapshot, CopyPlan] | None = None
         self._live: list[torch.Tensor] = []
         self._addresses: list[int] = []
+
+    def check_quantised(self) -> None:
+        """Refuse quantised layers that no version is proven to reach; raises SettingsError.
+
+        vLLM's CPU build packs other weights, too, so there its own reload quantises a version.
+        """
+        if self._config.quant_config is None:
+            return
+        reason = next((why for name, module in self._model.named_modules() if (why := _unproven(name, module))), "")
+        if not reason and self._device.type == "cuda":
+            try:
+                with _loading(self._config):
+                    self._traced(self._form.outlined(self._config.model_config.dtype))
+            except CopyPlanRefused as refused:
+                reason = str(refused)
+        if reason:
+            raise SettingsError(
+                f"new weights of this model cannot be proven to be quantised as vLLM does when it loads them: {reason}: set "
+                'rollout.vllm.quantization = "none", or change policy.model'
+            )
 
     def prepare(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Choose the path for ``tensors`` (stable shadow views by Hugging Face name, in layout order).
@@ -158,7 +186,12 @@ class WeightSwapper:
 
     def _traced(self, tensors: Mapping[str, torch.Tensor]) -> CopyPlan:
         before = _parameters(self._model)
-        plan = trace(self._load, tensors, before, dict(self._model.named_buffers()))
+        layers = quantised(self._model)
+        with stand_ins(layers) as weights:
+            plan = trace(self._load, tensors, _parameters(self._model), dict(self._model.named_buffers()))
+        if layers:
+            prove(layers)
+            plan = QuantisingPlan(plan, layers, weights)
         self._refuse_cut(first_cut((copy.source for copy in plan.copies), sources_of(tensors)), tensors)
         if any(before.get(name) is not parameter for name, parameter in _parameters(self._model).items()):
             raise CopyPlanRefused("the loader registers new parameters instead of writing into those that it has")
@@ -267,11 +300,16 @@ def _parameters(model: nn.Module) -> dict[str, torch.Tensor]:
     return dict(model.named_parameters(remove_duplicate=False))
 
 
+def _unproven(name: str, module: nn.Module) -> str:
+    held = getattr(module, "quant_method", None) is not None and method_of(module) not in _PLAIN
+    return f"{name} uses its weights through {method_of(module)}" if held else ""
+
+
 def _derived(model: nn.Module) -> str:
     for name, module in model.named_modules():
-        kind, method = type(module).__name__, getattr(module, "quant_method", None)
-        if method is not None and type(method).__name__ not in _PLAIN:
-            return f"{name} uses its weights through {type(method).__name__}"
+        kind = type(module).__name__
+        if reason := _unproven(name, module):
+            return reason
         if hasattr(module, "cpu_linear"):
             return f"{name} holds its weight a second time, packed for the CPU"
         processes = callable(getattr(module, "process_weights_after_loading", None))
