@@ -20,7 +20,7 @@ from typing import Literal
 from penstock.services.plan.hardware import GIB
 from penstock.services.plan.shapes import Shape
 from penstock.services.plan.workload import Workload
-from penstock.shared.weights.format.layout import BUCKET_BYTES
+from penstock.shared.weights.format import BUCKET_BYTES
 
 Phase = Literal["wait", "forward and backward", "optimizer", "critic", "generate"]
 CONTEXT = 0.6 * GIB

@@ -317,7 +317,7 @@ def test_the_common_settings_are_a_line_each_and_fit_a_screen() -> None:
         ("trainer.store", ["trainer.store.uri", "trainer.store.endpoint", "trainer.store.counts"]),
         ("guards.pause", ["guards.pause"]),
         ("max_lag", ["algorithm.max_lag"]),
-        ("bus", ["bus.url", "bus.drain_s"]),
+        ("bus", [f"bus.{name}" for name in ("url", "drain_s", "shelve_above_bytes", "payload_copies", "shelf_bytes")]),
     ],
 )
 def test_a_section_or_a_name_is_explained(name: str, keys: list[str]) -> None:

@@ -8,6 +8,7 @@ batch, lags, step number, weights and *plan*: the layout of forward passes, and 
 import collections
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -52,8 +53,8 @@ class Learner:
         self._phases = phases
         self._kind = kind_of(settings)
         self._estimates = Estimates(policy, critic, reference, settings.algorithm, phases)
-        replay = getattr(policy.policy.trunk, "replay", None)
-        self._routes = None if replay is None else RouteExchange(replay)
+        trunk: Any = policy.policy.trunk if settings.trainer.router_replay else None
+        self._routes = None if trunk is None else RouteExchange(trunk.replay)
         self.plan: StepPlan | None = None
         self.logprobs: Mapping[int, Float32Array] = {}
         """Of the last step's last group, if the step :meth:`shows` it, by its samples' indexes: see ``Passes.logprobs``."""

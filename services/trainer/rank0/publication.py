@@ -32,6 +32,7 @@ from penstock.shared.errors import PeerError
 from penstock.shared.peers.handshake import Secret
 from penstock.shared.settings import Settings
 from penstock.shared.settings.placement import REPLICA_RUNG
+from penstock.shared.weights.format import BUCKET_BYTES
 from penstock.shared.weights.format.flat import FlatSnapshot
 from penstock.shared.weights.format.layout import Layout, plan_layout
 from penstock.shared.weights.format.snapshot import dtype_name, keep_newest, write_adapter, write_snapshot
@@ -40,8 +41,6 @@ from penstock.shared.weights.source.source import WeightSource
 log = logging.getLogger(__name__)
 
 _LEAVE_S = 5.0
-_BUCKET_BYTES = 512 << 20
-"""Few transfers, small enough to stage on a GPU."""
 _BUCKETS_OF_SHARE = 8
 """At least, so that shares are about equal."""
 
@@ -156,9 +155,9 @@ class Publication:
 
     def _layout(self, engine: TrainingEngine, ranks: int) -> Layout:
         shapes = [(name, dtype_name(self._published(dtype)), shape) for name, dtype, shape in engine.shapes()]
-        layout = plan_layout(shapes, _BUCKET_BYTES)
+        layout = plan_layout(shapes)
         share_bytes = layout.nbytes // ranks
-        if ranks == 1 or share_bytes >= _BUCKETS_OF_SHARE * _BUCKET_BYTES:
+        if ranks == 1 or share_bytes >= _BUCKETS_OF_SHARE * BUCKET_BYTES:
             return layout
         return plan_layout(shapes, share_bytes // _BUCKETS_OF_SHARE)
 

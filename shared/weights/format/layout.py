@@ -16,10 +16,9 @@ from collections.abc import Iterable
 
 from penstock.shared.bus.messages import PolicyVersion
 from penstock.shared.errors import WeightsError
+from penstock.shared.weights.format import BUCKET_BYTES
 from penstock.shared.weights.format.manifest import DTYPE_BYTES, FORMAT, TensorEntry
 
-BUCKET_BYTES = 512 << 20
-"""Maximum bucket size, unless a tensor is larger."""
 ALIGNMENT_BYTES = 256
 """Tensor alignment within a bucket, for the widest copy kernels."""
 

@@ -26,7 +26,7 @@ from penstock.services.rollout.engines.vllm.multihost.hosts import Hosts, secret
 from penstock.services.rollout.engines.vllm.worker_channel import Reports, held_of
 from penstock.shared.errors import SettingsError
 from penstock.shared.process.importing import importing
-from penstock.shared.weights.format.layout import BUCKET_BYTES
+from penstock.shared.weights.format import BUCKET_BYTES
 
 log = logging.getLogger(__name__)
 
