@@ -58,7 +58,7 @@ class Claim:
     group_id: Annotated[int, _ID]
     digest: Annotated[str, _NAME]
     size: Annotated[int, _ID]
-    holders: Annotated[tuple[Holder, ...], FieldLimits(length=16)]
+    holders: Annotated[tuple[Holder, ...], FieldLimits(length=4)]
     prompt: Annotated[bytes, FieldLimits(length=1 << 28)] = b""
     """The encoded prompt, unless it is beside the claim."""
 

@@ -485,7 +485,7 @@ class Worker(Generic[In, Out]):
             await asyncio.sleep(self._patience.claim_after_s / 3)
             held = {entry_id: task for entry_id, task in self._held.items() if entry_id not in self._leaving}
             suspects = {delivery.entry_id for delivery in self._suspects}
-            if not held and not suspects:
+            if not self._held and not suspects:
                 continue  # what it holds without knowing is taken over, as its lease ends
             ours = await self._bus.renew(self._source, self._consumer, self._patience.claim_after_s)
             known = self._held.keys() | {delivery.entry_id for delivery in self._suspects}

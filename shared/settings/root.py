@@ -193,7 +193,7 @@ class Settings(Section):
             check_placement,
         ):
             rule(self)
-        self.bus.check_shelves(self.kind, self.run.deterministic)
+        self.bus.check_shelves(self.kind, self.run.deterministic, replays=self.trainer.router_replay)
         if self.rollout.engine in ("transformers", "scripted"):
             check_plain_engine(self, self.rollout.engine)
         check_reproducible(self, self.rollout.engine)

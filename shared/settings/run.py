@@ -94,19 +94,19 @@ class BusSettings(Section):
     shelf_bytes: PositiveInt = Field(default=8 << 30)
     """Most bytes of them on one replica; the bus carries what finds no room."""
 
-    def check_shelves(self, kind: RunKind, deterministic: str) -> None:
+    def check_shelves(self, kind: RunKind, deterministic: str, *, replays: bool) -> None:
         """Raise ValueError where shelves cannot keep what other settings promise, or have no effect."""
-        if not self.shelve_above_bytes:
+        if (self.shelve_above_bytes or replays) and deterministic == "run":
+            raise ValueError(
+                'expected bus.shelve_above_bytes = 0 and trainer.router_replay = false with run.deterministic = "run", as a '
+                "payload that is lost changes the run: change one of them"
+            )
+        if not self.shelve_above_bytes and not replays:
             for name in ("payload_copies", "shelf_bytes"):
                 if (value := getattr(self, name)) != type(self).model_fields[name].default:
                     raise ValueError(f"bus.{name} = {value} has no effect with bus.shelve_above_bytes = 0: remove it")
         elif not kind.generates:
             raise ValueError("bus.shelve_above_bytes has no effect, as nothing is generated: remove it")
-        elif deterministic == "run":
-            raise ValueError(
-                'expected bus.shelve_above_bytes = 0 with run.deterministic = "run", as a group whose payload is lost is '
-                "generated again by another version: change one of them"
-            )
 
 
 class DataSettings(Section):

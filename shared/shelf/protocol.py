@@ -92,8 +92,11 @@ async def connected(address: str, secret: Secret) -> AsyncIterator[Streams]:
     host, _, port = address.rpartition(":")
     if not port.isdecimal():
         raise PeerError(f"expected host:port of a shelf, found {address[:80]!r}")
-    async with asyncio.timeout(_CONNECT_S):
-        reader, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+    try:
+        async with asyncio.timeout(_CONNECT_S):
+            reader, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+    except (ValueError, OverflowError) as error:
+        raise PeerError(f"expected host:port of a shelf, found {address[:80]!r}") from error
     try:
         connection: socket.socket = writer.get_extra_info("socket")
         keep_alive(connection)

@@ -34,6 +34,10 @@ PUT = Counter(
 STORED = Gauge("penstock_shelf_bytes", "Bytes of payloads on this process's shelf.")
 _PARTNERS_S = 30.0
 _AGAIN_S = 0.5
+_COPIES_S = 10.0
+"""For all copies of a payload, after which the bus carries it."""
+_AT_ONCE = 16
+"""Connections of a process: a listener admits 64 that are not through their handshake yet."""
 _LOST_ERRORS = (PeerError, OSError, TimeoutError)
 _HOST = socket.gethostname()
 _HOLDERS = ("rollout", "reward", "episodes")
@@ -68,6 +72,7 @@ class Shelf:
     ) -> None:
         self._bus, self._store, self._replica, self._secret, self._limits = bus, store, replica, secret, limits
         self.address, self._keeps = address, keeps
+        self._connections = asyncio.Semaphore(_AT_ONCE)
         self._partners: list[Heartbeat] = []
         self._partners_until_s = 0.0
         self._silent_since_s: dict[str, float] = {}
@@ -88,9 +93,11 @@ class Shelf:
         digest = await asyncio.to_thread(lambda: hashlib.sha256(payload).hexdigest())
         if len(others) >= needed and await self._stored(group_id, digest, payload):
             self.values["shelf_bytes"] = float(self._store.nbytes)
-            for beat in others:
-                if len(kept) < needed and await self._copied(beat, group_id, digest, payload):
-                    kept.append(beat)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_COPIES_S):
+                    for beat in others:
+                        if len(kept) < needed and await self._copied(beat, group_id, digest, payload):
+                            kept.append(beat)
             if len(kept) == needed:
                 is_apart = not needed or any(beat.host != _HOST for beat in kept)
                 PUT.labels("shelved" if is_apart else "same_host").inc()
@@ -110,8 +117,9 @@ class Shelf:
 
     async def _copied(self, beat: Heartbeat, group_id: int, digest: str, payload: bytes) -> bool:
         try:
-            if await protocol.put(beat.shelf, self._secret, group_id, digest, payload):
-                return True
+            async with self._connections:
+                if await protocol.put(beat.shelf, self._secret, group_id, digest, payload):
+                    return True
             reason = "its shelf is full"
         except _LOST_ERRORS as error:
             reason = str(error) or type(error).__name__
@@ -147,7 +155,7 @@ class Shelf:
                     waits |= await self._may_return(holder.replica, started_s)
                 if payload is not None:
                     return await self._kept(claim, payload)
-            if not waits:
+            if not waits or time.monotonic() - started_s > self._limits.lost_after_s:
                 names = ", ".join(holder.replica for holder in claim.holders)
                 raise ShelfLost(f"expected a payload of group {claim.group_id} on a shelf of {names}, found it on none")
             await asyncio.sleep(_AGAIN_S)
@@ -155,8 +163,7 @@ class Shelf:
 
     async def _kept(self, claim: Claim, payload: bytes) -> bytes:
         if self._keeps:
-            with contextlib.suppress(ShelfFull, OSError):
-                await asyncio.to_thread(self._store.put, claim.group_id, claim.digest, payload)
+            await self._stored(claim.group_id, claim.digest, payload)
         return payload
 
     async def _fetched(self, holder: Holder, claim: Claim) -> bytes | None:
@@ -164,7 +171,8 @@ class Shelf:
         beat = await heartbeat_of(self._bus, holder.replica)
         address = beat.shelf if beat is not None and beat.shelf else holder.address
         asked = (address, self._secret, holder.replica, claim.group_id, claim.digest, claim.size)
-        payload = await protocol.get(*asked)
+        async with self._connections:
+            payload = await protocol.get(*asked)
         if payload is None and beat is None:
             raise PeerError("another process listens at the holder's address")
         self._silent_since_s.pop(holder.replica, None)
@@ -199,8 +207,8 @@ class Shelf:
             wait_s = max(self._limits.sweep_s, 0.1 * await count_replicas(self._bus))
             try:
                 await self.sweep()
-            except OSError as error:
-                log.warning("shelf not swept", extra={"reason": str(error)})
+            except Exception:  # else nothing would be deleted any more
+                log.exception("shelf not swept")
 
 
 @contextlib.asynccontextmanager

@@ -13,10 +13,12 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from penstock.shared.files.durable import NO_ROOM
+from penstock.shared.files import durable
 
 _NAME = re.compile(r"(\d{1,16})-([0-9a-f]{64})")
 _numbers = itertools.count()
+_ASIDE_BYTES = 1 << 30
+"""Of the disk, for what cannot be carried by the bus: records, logs."""
 
 
 class ShelfFull(Exception):
@@ -57,6 +59,8 @@ class Store:
     def receiving(self, group_id: int, digest: str, size: int) -> Iterator[BinaryIO]:
         """Yield a file that becomes the payload ``digest`` if the block succeeds. Raises ShelfFull."""
         name = f"{group_id}-{digest}"
+        if durable.free_bytes(durable.existing(self._folder)) < size + _ASIDE_BYTES:
+            raise ShelfFull
         with self._lock:
             if sum(self._sizes.values()) + self._coming + size > self._most_bytes:
                 raise ShelfFull
@@ -70,7 +74,7 @@ class Store:
             with self._lock:
                 self._sizes[name] = size
         except OSError as error:
-            if error.errno in NO_ROOM:
+            if error.errno in durable.NO_ROOM:
                 raise ShelfFull from error
             raise
         finally:

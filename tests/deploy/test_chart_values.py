@@ -242,6 +242,13 @@ MISSING: Sequence[tuple[Json, str]] = (
         values(run={"config": values()["run"]["config"], "kind": "pod", "onFinish": "keep"}),
         "run.onFinish = keep needs run.kind = jobset or workloads, because `penstock up` ends with its run",
     ),
+    *(
+        (
+            values(run={"config": f"{values()['run']['config']}\n{table}"}),
+            "expected neither bus.shelve_above_bytes nor trainer.router_replay in run.config, found one",
+        )
+        for table in ("[bus]\nshelve_above_bytes = 5\n", "[trainer]\nrouter_replay = true\n")
+    ),
     (
         values(kueue={"queue": "research"}),
         "kueue.queue needs run.kind = jobset, or Kueue admits a trainer that no rollout replica feeds; a JobSet needs "

@@ -46,21 +46,12 @@ EXPECTED = {
 }
 
 
-HOLDERS = ENGINES - to("trainer") | to("reward") | to("episodes")
-"""Of payloads, with shelves."""
-
-
-@pytest.mark.parametrize("shelves", ["", "[bus]\nshelve_above_bytes = 1\n", "[trainer]\nrouter_replay = true\n"])
-def test_every_needed_connection_opens_and_every_other_is_refused(shelves: str) -> None:
+def test_every_needed_connection_opens_and_every_other_is_refused() -> None:
     need("ip", "iproute2")
     need("nft", "nftables")
-    config = TRACKED + EPISODES[EPISODES.index("\n[episodes]") :]
-    if shelves:
-        table = shelves[: shelves.index("\n") + 1]
-        config = config.replace(table, shelves) if table in config else config + shelves
     release = render(
         values(
-            run={"config": config},
+            run={"config": TRACKED + EPISODES[EPISODES.index("\n[episodes]") :]},
             networkPolicy={"agentsFrom": [{"podSelector": {"matchLabels": AGENTS}}]},
             executor={"enabled": True},
             tracking={"port": 41234},
@@ -77,6 +68,4 @@ def test_every_needed_connection_opens_and_every_other_is_refused(shelves: str) 
         Peer("internet", {}, namespace=""),
     ]
     with PolicyNetwork(peers, release.of("NetworkPolicy"), PORTS) as network:
-        readers = ("rollout", "rollout-1", "reward", "episodes", "trainer", "coordinator") if shelves else ()
-        needed = {name: EXPECTED[name] | HOLDERS - to(name) if name in readers else EXPECTED[name] for name in EXPECTED}
-        assert {name: network.opened(name) for name in EXPECTED} == needed
+        assert {name: network.opened(name) for name in EXPECTED} == EXPECTED

@@ -44,6 +44,7 @@ def settings(parallel: int, zero_stage: int = 1, **tables: Any) -> Settings:
             "run": {"id": "experts", "device": "cpu"},
             "policy": {"dtype": tables.get("dtype", "float32"), "model": "tiny"},
             "sampling": {"max_new_tokens": 8},
+            "rollout": {"engine": "transformers"},
             "internal": {"probe_every_versions": 0},
             "algorithm": {"groups_per_step": 4},
             "trainer": {
@@ -211,7 +212,7 @@ def replayed(parallel: int) -> dict[str, Any]:
     """Figures and weights of a step with random routes, of which one sample's are lost and one's are another model's."""
     policy = Policy(tiny.mixture(0).requires_grad_(True)).train()
     policy.trunk.replay = plan = replay.install(policy.model)
-    of = settings(parallel)
+    of = settings(parallel, trainer={"router_replay": True})
     trained = TrainingEngine(policy, of, "cpu")
     learner, generator, known = Learner(trained, of, Phases()), np.random.default_rng(0), dict[bytes, bytes]()
     data = []

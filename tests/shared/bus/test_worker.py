@@ -426,18 +426,28 @@ async def _pending(bus: Bus) -> list[dict[str, Any]]:
     return rows
 
 
-async def test_a_long_handler_keeps_its_entry(bus: Bus) -> None:
-    go_on = asyncio.Event()
+@pytest.mark.parametrize("is_leaving", [False, True])
+async def test_a_long_handler_and_a_long_hand_over_keep_their_entry(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch, is_leaving: bool
+) -> None:
+    go_on, hand_over, begun = asyncio.Event(), bus.hand_over, asyncio.Event()
 
     async def slow(prompt: Prompt) -> RolloutGroup:
-        await go_on.wait()
+        if not is_leaving:
+            await go_on.wait()
         return await answer(prompt)
 
+    async def late(*given: Any) -> bool:
+        begun.set()
+        await go_on.wait()  # for the copies of a payload
+        return await hand_over(*given)
+
+    monkeypatch.setattr(bus, "hand_over", late)
     await put(bus, 1)
     slow_worker = make(bus, slow, "slow", QUICK, concurrency=1)  # with room for another it would reclaim its own
     leases = bus.keys.named("leases:prompts")
     async with running(slow_worker):
-        await until(lambda: slow_worker.held == 1)
+        await until(lambda: slow_worker.held == 1 and begun.is_set() == is_leaving)
         for _ in range(3):
             await raw(bus).zrem(leases, "slow")
             await until(lambda: raw(bus).zscore(leases, "slow"))

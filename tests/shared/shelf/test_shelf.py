@@ -187,9 +187,9 @@ async def test_a_hostile_server_is_found_out(bus: Bus, tmp_path: Path) -> None:
         with pytest.raises(PeerError, match="expected a payload of 5 bytes"):
             await protocol.get(first.address, lambda: SECRET, "a", 3, claim.digest, 5)
         assert await protocol.get(first.address, lambda: SECRET, "other", 3, claim.digest, claim.size) is None
-        for address in ("", "nowhere", "127.0.0.1:x"):
-            with pytest.raises((PeerError, OSError)):
-                await protocol.get(address, lambda: SECRET, "a", 3, claim.digest, claim.size)
+        for address in ("", "nowhere", "127.0.0.1:x", "127.0.0.1:99999", "a..b:80", f"{'a' * 70}.b:80", "a\0b:80"):
+            with pytest.raises(ShelfLost):
+                await reader(bus, tmp_path).fetch(dataclasses.replace(claim, holders=(Holder("gone", address),)))
         (path,) = tmp_path.glob("a/3-*")
         other = b"y" * len(PAYLOAD)
         moved = path.with_name(f"3-{_digest(other)}")

@@ -254,6 +254,9 @@ look it up and makes a new one each time: there, use secrets of your own. */}}
 {{- if and (eq $kind "pod") (ne .Values.run.onFinish "release") -}}
 {{- fail "run.onFinish = keep needs run.kind = jobset or workloads, because `penstock up` ends with its run: change one of them" -}}
 {{- end -}}
+{{- if and (ne $kind "pod") (include "penstock.settings" . | fromJson).shelves -}}
+{{- fail "expected neither bus.shelve_above_bytes nor trainer.router_replay in run.config, found one: the replicas' pods have no folder for shelves yet; remove it, or set run.kind to pod" -}}
+{{- end -}}
 {{- $kind -}}
 {{- end -}}
 

@@ -170,6 +170,8 @@ class VllmEngine:
             await asyncio.to_thread(self._check_adapter, offer)
         else:
             await self._plan_shares(offer)
+            if offer.shares not in ("", "" if self.bucketed else self._shares):
+                raise WeightsError(f"{offer.source} has the shares of other ranks: their trainer has the whole version")
             if not self.bucketed:
                 await self._receive(offer)
         self._staged = offer
@@ -186,8 +188,6 @@ class VllmEngine:
             read_snapshot(Path(offer.source), offer.manifest_digest)  # raises if torn or another version's
 
     async def _receive(self, offer: Offer) -> None:
-        if offer.shares not in ("", self._shares):
-            raise WeightsError(f"{offer.source} has the shares of other ranks: their trainer has the whole version")
         staging = next(self._stagings)
         self._reports.tell({"kind": "stage", "offer": offer.pack(), "staging": staging})
         try:

@@ -2,6 +2,7 @@
 
 import hashlib
 import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -26,9 +27,11 @@ class RouteExchange:
     def exchange(self, batches: Sequence[MicroBatch]) -> tuple[dict[str, float], str]:
         """Take the routes of this rank's passes; return the step's figures and a digest of what has routes. Collective."""
         self._replay.forget()
-        positions = {each.claim: len(each.columns_P) for batch in batches for each in batch.routed}
+        lengths = {(each.claim, len(each.columns_P)) for batch in batches for each in batch.routed}
+        known_once = Counter(claim for claim, _ in lengths)  # a claim of samples of several lengths is none's
+        positions = {claim: length for claim, length in lengths if known_once[claim] == 1}
         taken = []
-        for claim, payload in self._scattered(list(positions)).items():
+        for claim, payload in self._scattered(sorted(positions)).items():
             try:
                 self._replay.take(claim, payload, positions[claim])
                 taken.append(claim)

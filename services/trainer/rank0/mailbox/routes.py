@@ -14,8 +14,8 @@ log = logging.getLogger(__name__)
 
 FETCH_S = 20.0
 """After which a sample is routed live."""
-_MOST_BYTES = 1 << 16
-"""Of a token's routes: 128 layers of 256 experts a token."""
+_MOST_BYTES = 1 << 12
+"""Of a token's routes: 128 layers of 16 experts a token, in two bytes each."""
 
 
 async def fetch(bus: Bus, experience: Experience, settings: TrainerSettings) -> dict[bytes, bytes]:

@@ -189,10 +189,10 @@ class WeightSwapper:
         layers = quantised(self._model)
         with stand_ins(layers) as weights:
             plan = trace(self._load, tensors, _parameters(self._model), dict(self._model.named_buffers()))
+        self._refuse_cut(first_cut((copy.source for copy in plan.copies), sources_of(tensors)), tensors)
         if layers:
             prove(layers)
             plan = QuantisingPlan(plan, layers, weights)
-        self._refuse_cut(first_cut((copy.source for copy in plan.copies), sources_of(tensors)), tensors)
         if any(before.get(name) is not parameter for name, parameter in _parameters(self._model).items()):
             raise CopyPlanRefused("the loader registers new parameters instead of writing into those that it has")
         derived = _derived(self._model)
