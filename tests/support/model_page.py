@@ -14,7 +14,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 _HEAD = """\
 # Models
 
-Which models Penstock trains, and how that is known. `make models` writes this page from `tests/support/model_verdicts.toml`; `tests/trainer/model/test_models.py` holds it.
+Which models Penstock trains, and how that is known. `make models` writes this page.
 
 Names are `model_type`s of transformers, with a suffix for a variant of the configuration. Of a tiny model with random weights, logprobs of all tokens
 and gradients of all parameters in the trainer must be those of transformers' own model with its "eager" attention, one sequence at a time, to 1e-5 in
@@ -22,8 +22,8 @@ float32.
 
 The self-test repeats this when the trainer starts, with the weights, number types, adapters and kernels of the run: to 1e-3 in float32, and within
 the spread of roundings in half precision. If packed rows differ, sequences go one by one; if these differ too, the start is refused. Critics, reward
-models and the reward service's reference are tested likewise. It crosses sliding windows of up to 1024 tokens on a GPU and 160 on a CPU, and does not
-cover gradients of large matrices.
+models and the reward service's reference are tested likewise. It does not cover longer sliding windows than 1024 tokens (on a CPU 160), nor gradients
+of large matrices.
 """
 _ROWS = """
 ## Packed rows
@@ -53,11 +53,10 @@ shared experts and experts compute as transformers does. These model types are t
 _REPLAY = """
 ## Router replay
 
-Rounding moves tokens that two experts claim alike to another expert, in a replica otherwise than in the trainer. With `trainer.router_replay` replicas
-record the experts of each token; the trainer sends the token there, with its own router's live scores and their gradients. The experts stay on the
-replicas' [shelves](reference/bus.md#shelves), a byte each, and need another replica or reward service for the second copy (`bus.payload_copies`). A sample
-whose experts are lost is routed live and counted (`routed_live`). For the model types above, with `rollout.engine = "transformers"`: what vLLM records was not compared with
-the trainer yet.
+Rounding may send a token to other experts in a replica than in the trainer. With `trainer.router_replay` replicas record the experts of each token; the
+trainer sends the token there, with its own router's live scores and their gradients. The experts stay on the replicas' [shelves](reference/bus.md#shelves), a byte each, and need another replica or
+reward service for the second copy (`bus.payload_copies`). A sample whose experts are lost is routed live and counted (`routed_live`). For the model types
+above, with `rollout.engine = "transformers"`: what vLLM records was not compared with the trainer yet.
 """
 _REFUSED = """
 ## Refused
@@ -92,8 +91,8 @@ These are served, but with other logprobs than the trainer's. Use `rollout.engin
 | --- | --- |
 """
 _GPU = """
-The largest gap with vLLM 0.26 on an H200 (float32 weights, attention and experts multiply in TF32), in nats; above 0.1 the two disagree:
-
+With vLLM 0.26 on an H200 (float32 weights, attention and experts multiply in TF32) these agree within {largest:g} nats; the largest gap of each is in
+`tests/support/model_verdicts.toml`. Above 0.1 the two would disagree.
 """
 
 
@@ -142,8 +141,8 @@ def _agreement(table: Agreement) -> str:
     agreeing = [name for name in table.tested if name not in table.unserved]
     lists = {"tested": _listed(agreeing).strip(), "measured": _listed(table.measured).strip()}
     apart = "".join(f"| `{name}` | {said} |\n" for name, said in sorted(table.disagree.items()))
-    on_gpu = ", ".join(f"`{name}` {gap:g}" for name, gap in sorted(table.gpu.items()))
-    return _VLLM.format(**lists) + _messages(table.unserved) + _DISAGREE + apart + _GPU + f"{on_gpu}.\n"
+    on_gpu = _GPU.format(largest=max(table.gpu.values())) + _listed(table.gpu)
+    return _VLLM.format(**lists) + _messages(table.unserved) + _DISAGREE + apart + on_gpu
 
 
 def _messages(parts: Mapping[str, str]) -> str:
