@@ -244,10 +244,10 @@ MISSING: Sequence[tuple[Json, str]] = (
     ),
     *(
         (
-            values(run={"config": f"{values()['run']['config']}\n{table}"}),
+            values(run={"config": values()["run"]["config"].replace(table, f"{table}\n{line}")}),
             "expected neither bus.shelve_above_bytes nor trainer.router_replay in run.config, found one",
         )
-        for table in ("[bus]\nshelve_above_bytes = 5\n", "[trainer]\nrouter_replay = true\n")
+        for table, line in (("[bus]", "shelve_above_bytes = 5"), ("[trainer]", "router_replay = true"))
     ),
     (
         values(kueue={"queue": "research"}),
