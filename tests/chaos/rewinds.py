@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.services.trainer.checkpoint import local_store
-from penstock.services.trainer.checkpoint.commits import read_commits
+from penstock.services.trainer.checkpoint.commits import Commits, read_commits
 from penstock.shared.bus.bus import Bus
 from penstock.shared.bus.client import connection
 from penstock.shared.bus.client.server import Server
@@ -60,10 +60,18 @@ class Losses:
         self._run, self._figures = run, figures
         self._told = 0
 
-    async def check(self, bus: Bus, newest: int | None) -> None:
-        """Wait until the run goes on after its bus came back with the version ``newest``."""
-        commits, root = read_commits(self._run.folder), self._run.folder / "checkpoints"
+    async def held(self) -> tuple[Commits, int]:
+        """Return the folder's commits and its newest checkpoint's version. While no bus answers: then none is added."""
+        root = self._run.folder / "checkpoints"
+        with contextlib.suppress(
+            TimeoutError
+        ):  # a checkpoint is written beside training; of a trainer that ended it stays
+            await until(lambda: not any(root.glob(".step-*.tmp")), timeout_s=20)
         saved = max((checkpoint.state.version for checkpoint in local_store.find(root)), default=-1)
+        return read_commits(self._run.folder), saved
+
+    async def check(self, bus: Bus, newest: int | None, commits: Commits, saved: int) -> None:
+        """Wait until the run goes on after its bus came back with the version ``newest``."""
         kept = max(-1 if newest is None else newest, saved)
         lost = [commit for commit in commits.kept if commit.groups and commit.version > kept]
         before = max(commit.step for commit in commits.kept) - len(lost)
@@ -165,11 +173,11 @@ async def _fail_over(run: Run, bus: Bus, losses: Losses, servers: list[TcpServer
         await told(primary.port, "CLIENT", "KILL", "TYPE", "replica")
         await run.more_steps(bus, 1 + random.Random(seed).randrange(4))
     primary.kill()
-    newest = await _newest(replica.port)
+    newest, held = await _newest(replica.port), await losses.held()
     await run.until(lambda: _is_primary(replica))
     primary.start()  # Sentinel makes it the replica; until then no write is taken
     await until(lambda: answers(primary.port), timeout_s=PATIENCE_S)
-    await losses.check(bus, newest)
+    await losses.check(bus, newest, *held)
     await _set(replica, {**_IN_STEP, "masterauth": ""})
     await run.until(lambda: _follows(primary, replica))
     await _set(primary, _IN_STEP)
@@ -241,13 +249,13 @@ async def _return(run: Run, bus: Bus, losses: Losses, server: TcpServer, seed: i
         earlier.rename(server.data)
     else:
         _spoil(max((server.data / "appendonlydir").glob("*.incr.aof")), chance, harm)
-    newest = await _read(server)
+    newest, held = await _read(server), await losses.held()
     if newest == -1:
         losses._figures.refused += 1
         shutil.rmtree(server.data)
     server.start()
     await until(lambda: answers(server.port), timeout_s=PATIENCE_S)
-    await losses.check(bus, None if newest == -1 else newest)
+    await losses.check(bus, None if newest == -1 else newest, *held)
 
 
 def _spoil(file: Path, chance: random.Random, harm: str) -> None:
