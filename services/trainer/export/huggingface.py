@@ -34,7 +34,7 @@ from penstock.shared.bus.stores.policy.exports import check_free
 from penstock.shared.errors import PenstockError, WeightsError
 from penstock.shared.settings import Settings
 from penstock.shared.weights.format import manifest
-from penstock.shared.weights.format.snapshot import MANIFEST, committed, read_snapshot
+from penstock.shared.weights.format.snapshot import committed, read_snapshot
 
 _ADAPTER = "adapter_config.json"
 
@@ -153,7 +153,7 @@ def _of_stored(stored: StoredCheckpoint, store: CheckpointStore, settings: Setti
 
 
 def _of_snapshot(folder: Path) -> PolicyWeights:
-    data = (folder / MANIFEST).read_bytes()
+    data = (folder / manifest.FILE).read_bytes()
     tensors = read_snapshot(folder, manifest.digest(data))
     return PolicyWeights(manifest.decode(data, str(folder)).step, tensors, adapter=(folder / _ADAPTER).is_file())
 

@@ -79,7 +79,7 @@ class Publication:
             return Whereabouts(written.digest, str(written.location), "")
         if self._settings.weights.transport == "pull":
             return self._offer(engine, version, step)
-        written = write_snapshot(folder, version, step, engine.tensors(), self._dtype)
+        written = write_snapshot(folder, version, step, engine.tensors(), self._dtype, changes=True)
         return Whereabouts(written.digest, str(written.location), "")
 
     def take_part(self, engine: TrainingEngine, version: PolicyVersion, step: int) -> None:

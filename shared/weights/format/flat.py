@@ -54,6 +54,8 @@ class FlatSnapshot:
         self.buckets = tuple(torch.zeros(size, dtype=torch.uint8, device=device) for size in sizes)
         self.header: Header | None = None
         """None: no complete or arriving version."""
+        self.files = ""
+        """The manifest's digest of the snapshot by file that is here, complete; "": another, or none."""
         here = [entry for entry in layout.tensors if entry.bucket in self.numbers and packed is None]
         self._tensors = {entry.name: view(self.buckets[entry.bucket], entry) for entry in here}
         self._elsewhere = {entry.name for entry in layout.tensors} - self._tensors.keys()
@@ -102,7 +104,7 @@ class FlatSnapshot:
             )
         with self._changed:
             self._marked = [False] * len(self.buckets)
-            self.header = header
+            self.header, self.files = header, ""
             self._changed.notify_all()
 
     def mark(self, bucket: int) -> None:
@@ -113,7 +115,7 @@ class FlatSnapshot:
 
     def void(self, reason: str) -> None:
         with self._changed:
-            self.header = None
+            self.header, self.files = None, ""
             self._reason = reason
             self._marked = [False] * len(self.buckets)
             self._changed.notify_all()

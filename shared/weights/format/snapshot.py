@@ -7,6 +7,7 @@
         manifest.json             its SHA-256 is the snapshot's digest in the ledger
         bucket-00000.safetensors  at most BUCKET_BYTES each, except for a larger tensor
         ...
+        changes.safetensors       what differs from an earlier snapshot
 
 An adapter's files have PEFT's names, for inference engines::
 
@@ -36,11 +37,11 @@ from penstock.shared.bus.messages import PolicyVersion
 from penstock.shared.errors import WeightsError
 from penstock.shared.files import durable
 from penstock.shared.weights.format import manifest as manifests
+from penstock.shared.weights.format.changes import write_changes
 from penstock.shared.weights.format.manifest import BucketEntry, Manifest, TensorEntry
 
 BUCKET_BYTES = 1 << 30
 _READERS = 4
-MANIFEST = "manifest.json"
 ADAPTER = "adapter_model.safetensors"
 _COMMITTED = re.compile(r"v(\d{6,})")
 _UNFINISHED = re.compile(r"\.v(\d{6,})\.[^/]*\.tmp")
@@ -59,12 +60,24 @@ def write_snapshot(
     step: int,
     tensors: Iterable[tuple[str, torch.Tensor]],
     dtype: torch.dtype | None,
+    *,
+    changes: bool = False,
 ) -> Snapshot:
     """Write (Hugging Face name, tensor) ``tensors`` atomically as ``folder``/v<version>, replacing a dead trainer's.
 
-    ``tensors`` is consumed one at a time. None as ``dtype`` keeps types.
+    ``tensors`` is consumed one at a time. None as ``dtype`` keeps types. With ``changes``, what differs from the newest
+    earlier snapshot in ``folder`` is written beside them, if that is little.
     """
-    return _write_whole(folder, version, lambda beside: _write_buckets(beside, version, step, tensors, dtype))
+
+    def fill(beside: Path) -> Manifest:
+        manifest = _write_buckets(beside, version, step, tensors, dtype)
+        bases = [path for number, path in committed(folder) if number < version] if changes else []
+        written = write_changes(beside, manifest, bases[-1]) if bases else None
+        if written is None:
+            return manifest
+        return dataclasses.replace(manifest, base=written[0], changes=written[1])
+
+    return _write_whole(folder, version, fill)
 
 
 def write_adapter(
@@ -93,7 +106,7 @@ def write_adapter(
 
 
 def _write_whole(folder: Path, version: PolicyVersion, fill: Callable[[Path], Manifest]) -> Snapshot:
-    location = folder / f"v{version:06d}"
+    location = folder / manifests.folder_name(version)
     unfinished = folder / f".{location.name}.{os.getpid()}.tmp"
     try:
         _make_private(folder)
@@ -101,7 +114,7 @@ def _write_whole(folder: Path, version: PolicyVersion, fill: Callable[[Path], Ma
         unfinished.mkdir(mode=0o700)
         manifest = fill(unfinished)
         data = manifest.encode()
-        _write(unfinished / MANIFEST, data)
+        _write(unfinished / manifests.FILE, data)
         durable.flush(unfinished)
         durable.replace_folder(unfinished, location)
     except (OSError, SafetensorError) as error:
@@ -112,24 +125,16 @@ def _write_whole(folder: Path, version: PolicyVersion, fill: Callable[[Path], Ma
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
-    nbytes = len(data) + sum(bucket.nbytes for bucket in manifest.buckets)
+    nbytes = len(data) + sum(bucket.nbytes for bucket in (*manifest.buckets, manifest.changes) if bucket is not None)
     return Snapshot(location=location, digest=manifests.digest(data), nbytes=nbytes)
 
 
 def read_snapshot(location: Path, digest: str) -> dict[str, torch.Tensor]:
     """Return the snapshot's tensors by name, on the CPU; raises WeightsError if it does not match ``digest``."""
-    try:
-        data = (location / MANIFEST).read_bytes()
-    except OSError as error:
-        raise WeightsError(f"could not read the snapshot at {location}: {error.strerror or error}") from error
-    if manifests.digest(data) != digest:
-        raise WeightsError(
-            f"expected the manifest {digest[:12]}… at {location}, found {manifests.digest(data)[:12]}…: "
-            "it is corrupt, or another trainer's snapshot of the same number"
-        )
-    manifest = manifests.decode(data, str(location))
+    manifest = manifests.read(location, digest)
     with ThreadPoolExecutor(_READERS) as pool:  # hashing dominates and releases the GIL
-        buckets = list(pool.map(lambda bucket: _read_bucket(location, bucket), manifest.buckets))
+        contents = pool.map(lambda bucket: manifests.read_bucket(location, bucket), manifest.buckets)
+        buckets = [torch.frombuffer(content, dtype=torch.uint8) for content in contents]
     return {entry.name: _view(buckets[entry.bucket], entry) for entry in manifest.tensors}
 
 
@@ -229,21 +234,6 @@ def _private(path: str, flags: int) -> int:
 
 
 # -------------------------------------------------------------------- reading
-
-
-def _read_bucket(location: Path, bucket: BucketEntry) -> torch.Tensor:
-    path = location / bucket.file
-    content = bytearray(bucket.nbytes)
-    try:
-        with path.open("rb") as file:
-            found_bytes = os.fstat(file.fileno()).st_size
-            if found_bytes != bucket.nbytes or file.readinto(content) != bucket.nbytes:
-                raise WeightsError(f"expected {bucket.nbytes} bytes in {path}, found {found_bytes}: it is torn")
-    except OSError as error:
-        raise WeightsError(f"could not read a bucket of weights at {path}: {error.strerror or error}") from error
-    if hashlib.sha256(content).hexdigest() != bucket.sha256:
-        raise WeightsError(f"expected the checksum {bucket.sha256[:12]}… for {path}, found another: it is corrupt")
-    return torch.frombuffer(content, dtype=torch.uint8)
 
 
 def _view(bucket: torch.Tensor, entry: TensorEntry) -> torch.Tensor:

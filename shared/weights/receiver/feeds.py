@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from penstock.shared.errors import WeightsError
+from penstock.shared.weights.format.changes import Changes, apply
 from penstock.shared.weights.format.flat import view
 from penstock.shared.weights.format.layout import Layout
 from penstock.shared.weights.format.manifest import TensorEntry
@@ -103,6 +104,17 @@ class FileFeed(Feed):
             if tensor is None or tuple(tensor.shape) != entry.shape or str(tensor.dtype) != f"torch.{entry.dtype}":
                 raise WeightsError(f"expected {entry.name} as the layout says in the snapshot")
             view(into, entry).copy_(tensor)
+
+
+class ChangesFeed(Feed):
+    """Makes buckets of a snapshot by file of those of an earlier one, which are in place."""
+
+    def __init__(self, offer: Offer, steps: Sequence[Changes]) -> None:
+        self._steps, self._entries = steps, _by_bucket(offer.layout)
+
+    def start(self, number: int, into: torch.Tensor) -> None:
+        for entry in self._entries.get(number, ()):
+            apply(self._steps, entry.name, view(into, entry))
 
 
 def _by_bucket(layout: Layout) -> dict[int, list[TensorEntry]]:

@@ -4,7 +4,7 @@
 
     GroupFeed (NCCL, gloo) ┐
     MappedFeed (IPC)       ├─ start ─▶ land ─▶ shadow.mark ─▶ checksum ──▶ all checksums to the host, compared
-    FileFeed               ┘     several buckets ahead, on a CUDA stream of its own
+    FileFeed, ChangesFeed  ┘     several buckets ahead, on a CUDA stream of its own
 
 Calls block, so do not use the decoding thread. The host only enqueues and polls; checksum memory is allocated first, as
 allocations could wait for transfers. A failure voids the shadow and discards the group.
@@ -12,24 +12,29 @@ allocations could wait for transfers. A failure voids the shadow and discards th
 
 import contextlib
 import dataclasses
+import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import torch
 
 from penstock.shared.errors import WeightsError
+from penstock.shared.weights.format.changes import Changes, read_changes
 from penstock.shared.weights.format.checksum import add_checksum, text
 from penstock.shared.weights.format.flat import FlatSnapshot
 from penstock.shared.weights.format.layout import Header
 from penstock.shared.weights.format.shares import Share, Sums, encode
-from penstock.shared.weights.receiver.feeds import Feed, FileFeed, GroupFeed, MappedFeed, SharesFeed
+from penstock.shared.weights.receiver.feeds import ChangesFeed, Feed, FileFeed, GroupFeed, MappedFeed, SharesFeed
 from penstock.shared.weights.stream_order import Lane, Point
 from penstock.shared.weights.transport import alarm, ipc
 from penstock.shared.weights.transport.group import WHOLE, TransferGroup, open_group
 from penstock.shared.weights.transport.offer import Offer
 from penstock.shared.weights.transport.rendezvous import connect_store
 from penstock.shared.weights.transport.sockets import own_address
-from penstock.shared.weights.waits import poll
+from penstock.shared.weights.waits import FILE_DEADLINES, bounded, poll
+
+log = logging.getLogger(__name__)
 
 _MAX_SOURCES = 4
 """Sources with open groups, by recent use, beside those of the other shares."""
@@ -75,10 +80,11 @@ class Receiver:
             raise WeightsError("expected a shadow of this rank's share, found another: make a new one")
         if shadow.layout != offer.layout:
             raise WeightsError("expected a shadow of the offered layout, found another: make a new one")
+        changes = self._changes(offer, shadow.files) if share is None else ()
         shadow.begin(offer.header)
         try:
             with self._lane.entered():
-                return self._receive(offer, shadow, share)
+                return self._receive(offer, shadow, share, changes)
         except BaseException as error:
             shadow.void(f"receiving version {offer.header.version} failed: {error}")
             self._leave(offer)
@@ -119,11 +125,30 @@ class Receiver:
 
     # -------------------------------------------------------------- receiving
 
-    def _receive(self, offer: Offer, shadow: FlatSnapshot, share: Share | None) -> Sums:
+    def _changes(self, offer: Offer, held: str) -> Sequence[Changes]:
+        """Return what makes an offered snapshot by file of the one that is ``held``, if that is to be had."""
+        if offer.transport != "file" or not held:
+            return ()
+        changes = bounded(
+            lambda: read_changes(Path(offer.source), offer.manifest_digest, held),
+            FILE_DEADLINES * offer.deadline_s,
+            f"the changes at {offer.source}",
+            self._check_aborted,
+        )
+        shown = {"version": offer.header.version, "versions": len(changes)}
+        log.info("changes were read" if changes else "no changes to read", extra=shown)
+        return changes
+
+    def _receive(
+        self, offer: Offer, shadow: FlatSnapshot, share: Share | None, changes: Sequence[Changes] = ()
+    ) -> Sums:
         expected = _expected(offer.header, len(shadow.buckets))
         figures = _Figures(len(shadow.buckets), self._device) if share is None else _ShareFigures(offer, share, shadow)
-        with self._feed(offer, share) as feed:
-            self._take(feed, shadow, figures)
+        if changes:
+            self._take(ChangesFeed(offer, changes), shadow, figures)
+        else:
+            with self._feed(offer, share) as feed:
+                self._take(feed, shadow, figures)
         values = figures.texts(offer.deadline_s, self._check_aborted)
         if isinstance(figures, _ShareFigures):
             return figures.by_class(values)
@@ -131,6 +156,7 @@ class Receiver:
             _compare(expected, values, offer)
         else:  # already verified: the shadow gets its own header
             shadow.header = dataclasses.replace(offer.header, checksums=values)
+        shadow.files = offer.manifest_digest if offer.transport == "file" else ""
         return {}
 
     def _take(self, feed: Feed, shadow: FlatSnapshot, figures: "_Figures") -> None:

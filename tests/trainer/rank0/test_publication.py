@@ -193,6 +193,8 @@ def test_by_file_a_record_says_where_and_no_process_serves(tmp_path: Path, engin
     assert record.source == ""
     assert outlives_the_process(settings(tmp_path, "file"))
     assert same(read_snapshot(Path(record.location), record.manifest_digest), dict(engine.tensors()))
+    again = publish(publication, engine, 1)
+    assert (Path(again.location) / "changes.safetensors").is_file()
     publication.close()
 
 
