@@ -26,14 +26,15 @@ HOSTILE: dict[str, tuple[str, int, str]] = {
 
 
 @contextlib.contextmanager
-def agent_server() -> Iterator[tuple[str, list[str]]]:
-    """Yield the URL of a server, and the paths of its DELETE requests."""
-    deleted: list[str] = []
+def agent_server() -> Iterator[tuple[str, set[str], set[str]]]:
+    """Yield the URL of a server, the names of the episodes that it was asked to play, and of those that it was asked to abort."""
+    begun, aborted = set[str](), set[str]()
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
             kind = self.path.strip("/")
+            begun.add(asked["id"])
             if kind == "run":
                 row = asked["row"]
                 task, base_url, api_key = (asked[name] for name in ("task", "base_url", "api_key"))
@@ -47,7 +48,7 @@ def agent_server() -> Iterator[tuple[str, list[str]]]:
             self._answer(status, content)
 
         def do_DELETE(self) -> None:
-            deleted.append(self.path)
+            aborted.add(self.path.rsplit("/", 1)[1])
             self._answer(200, "{}")
 
         def _answer(self, status: int, content: str) -> None:
@@ -62,4 +63,4 @@ def agent_server() -> Iterator[tuple[str, list[str]]]:
             return
 
     with served(Handler) as url:
-        yield url, deleted
+        yield url, begun, aborted
