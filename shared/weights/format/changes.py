@@ -46,14 +46,14 @@ def write_changes(folder: Path, new: Manifest, base: Path) -> tuple[Base, Bucket
             return None
         changed, left_bytes = dict[str, torch.Tensor](), _WORTH * _nbytes(new)
         for before, after in zip(old.tensors, new.tensors, strict=True):
-            bits = _mapped(folder, new, after)
-            positions = (_mapped(base, old, before) != bits).nonzero().flatten()
+            bits = _bits(folder, new, after)
+            positions = (_bits(base, old, before) != bits).nonzero().flatten()
             left_bytes -= positions.numel() * (4 + bits.element_size())
             if left_bytes < 0 or bits.numel() >= _MOST_VALUES:
                 return None
             if positions.numel():
                 changed |= {f"positions:{after.name}": positions.int(), f"values:{after.name}": bits[positions]}
-    except (OSError, RuntimeError, WeightsError):
+    except (OSError, WeightsError):
         return None
     save_file(changed, folder / _FILE)
     (folder / _FILE).chmod(0o600)
@@ -127,9 +127,12 @@ def _nbytes(manifest: Manifest) -> int:
     return sum(entry.nbytes for entry in manifest.tensors)
 
 
-def _mapped(folder: Path, manifest: Manifest, entry: TensorEntry) -> torch.Tensor:
-    """Return a tensor's bits in its file, mapped."""
-    bucket = manifest.buckets[entry.bucket]
-    content = torch.from_file(str(folder / bucket.file), shared=False, size=bucket.nbytes, dtype=torch.uint8)
-    flat = content[entry.offset : entry.offset + entry.nbytes]
-    return flat.view(_BITS[manifests.DTYPE_BYTES[entry.dtype]])
+def _bits(folder: Path, manifest: Manifest, entry: TensorEntry) -> torch.Tensor:
+    """Return a tensor's bits, read: storage that fails under a map would end the process."""
+    content = bytearray(entry.nbytes)
+    with (folder / manifest.buckets[entry.bucket].file).open("rb") as file:
+        file.seek(entry.offset)
+        if file.readinto(content) != entry.nbytes:
+            raise WeightsError(f"expected {entry.name} in the snapshot at {folder}: it is torn")
+    kind = _BITS[manifests.DTYPE_BYTES[entry.dtype]]
+    return torch.frombuffer(content, dtype=kind) if content else torch.empty(0, dtype=kind)
