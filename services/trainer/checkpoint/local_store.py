@@ -129,6 +129,13 @@ def find(root: Path) -> list[Checkpoint]:
     return checkpoints
 
 
+def newest(root: Path) -> Checkpoint | None:
+    """Return the newest complete checkpoint under ``root``, unverified; older ones are not read."""
+    return next(
+        (checkpoint for folder in sorted(root.glob("step-*"), reverse=True) if (checkpoint := read(folder))), None
+    )
+
+
 def read(folder: Path) -> Checkpoint | None:
     """None if the marker is missing or damaged."""
     raw = _marker(folder)

@@ -48,6 +48,8 @@ _RANK = re.compile(r"pp_rank_(\d+)")
 """Of the rank that wrote a file, in DeepSpeed's names."""
 _FILES_AT_A_TIME = 4
 _LOOK_S, _LEAST_PATIENCE_S = 1.0, 10.0
+_PATIENCE = 2.0
+"""With the first of other hosts' files, in times of what this host's own took."""
 _NAME = re.compile(r"step-[0-9]{6,12}-v([0-9]{6,12})-[0-9a-f]{16}")
 
 
@@ -74,6 +76,8 @@ class CheckpointStore:
         self._known: dict[str, StoredCheckpoint] = {}
         self._unreadable: dict[str, str] = {}
         self._damaged: set[str] = set()
+        self._others_sent = True
+        """Whether files of other hosts came for the last checkpoint: if none did, the next waits for the least time."""
 
     @property
     def silent_s(self) -> float:
@@ -149,9 +153,11 @@ class CheckpointStore:
         there = self._objects.list(f"{_FOLDER}{name}/")
         if (stored_manifest := there.get(f"{_FOLDER}{name}/{_MANIFEST}")) is not None:
             return StoredCheckpoint(name, self._uri(name), checkpoint.state, files, stored_manifest.modified_s), 0
-        began_s = time.monotonic()
-        sent_bytes = self._upload(checkpoint, name, self._share(checkpoint, files))
-        self._wait_for_others(name, files, max(_LEAST_PATIENCE_S, 2 * (time.monotonic() - began_s)))
+        began_s, own = time.monotonic(), self._share(checkpoint, files)
+        sent_bytes = self._upload(checkpoint, name, own)
+        others = [file for file in files if file not in own]
+        took_s = time.monotonic() - began_s if self._others_sent else 0.0
+        self._wait_for_others(name, others, max(_LEAST_PATIENCE_S, _PATIENCE * took_s))
         sent_bytes += self._upload(checkpoint, name, files)
         if not local_store.is_there(checkpoint):
             raise StoreError(f"{checkpoint.folder} was removed or replaced meanwhile")
@@ -211,6 +217,7 @@ class CheckpointStore:
             time.sleep(_LOOK_S)
             if len(left := self._missing(name, files)) < len(missing):
                 missing, ends_s = left, time.monotonic() + patience_s
+        self._others_sent = len(missing) < len(files) or not files
         if missing:
             log.warning("other hosts' files did not come, and are sent by this one", extra={"files": len(missing)})
 

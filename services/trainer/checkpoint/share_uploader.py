@@ -51,7 +51,7 @@ def _follow(settings: Settings, store: CheckpointStore, ended: threading.Event) 
     while True:
         is_last = ended.is_set()
         try:
-            newest = next(reversed(local_store.find(root)), None)
+            newest = local_store.newest(root)
             if newest is not None and newest != sent:
                 nbytes = store.put_share(newest)
                 sent, failures = newest, 0

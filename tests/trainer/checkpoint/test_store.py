@@ -126,10 +126,15 @@ def test_a_host_whose_files_do_not_come_holds_up_no_checkpoint(
     tmp_path: Path, storage: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(remote_store, "_LEAST_PATIENCE_S", 0.5)
-    made, (first, _) = of_two_hosts(tmp_path / "here", 3), hosts_of(storage)
+    made, (first, second) = of_two_hosts(tmp_path / "here", 3), hosts_of(storage)
     stored, sent_bytes = first.put(made)
     assert sent_bytes == sum(path.stat().st_size for path in made.folder.rglob("*") if path.is_file())
     assert [each.name for each in first.whole()] == [stored.name]
+    monkeypatch.setattr(remote_store, "_PATIENCE", 1e9)
+    first.put(of_two_hosts(tmp_path / "here", 4))  # nor the next one, for which it waits the least time
+    third = of_two_hosts(tmp_path / "here", 5)
+    second.put_share(third)
+    assert first.put(third)[1] < sent_bytes, "it is back"
 
 
 def test_a_damaged_file_of_another_host_is_sent_by_none(
