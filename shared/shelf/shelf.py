@@ -192,7 +192,7 @@ class Shelf:
     async def sweep(self) -> None:
         """Delete the payloads of groups that have left the bus: a group is in flight before its payloads are put."""
         if names := self._store.names:
-            needed = await self._bus.groups_with_payloads()
+            needed = await self._bus.needed({group for group, _ in names})
             if needed is not None:
                 await asyncio.to_thread(self._store.drop, [name for name in names if name[0] not in needed])
                 self.values["shelf_bytes"] = float(self._store.nbytes)

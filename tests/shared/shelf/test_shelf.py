@@ -16,13 +16,14 @@ from penstock.shared.bus.claims import Claim, Holder
 from penstock.shared.bus.keys import GENERATING, RUN
 from penstock.shared.bus.messages import RolloutGroup
 from penstock.shared.bus.stores.replicas.heartbeats import SERVICE
-from penstock.shared.bus.streams import ROLLOUTS
+from penstock.shared.bus.streams import JOURNAL, ROLLOUTS
 from penstock.shared.errors import PeerError, ShelfLost
 from penstock.shared.peers.frames import Frame
 from penstock.shared.shelf import protocol
 from penstock.shared.shelf.shelf import Shelf
 from penstock.shared.shelf.store import ShelfFull, Store
 from tests.support import builders
+from tests.support.raw_redis import raw
 from tests.support.shelves import LIMITS, SECRET, reader, served
 
 PAYLOAD = bytes(range(256)) * 40_000
@@ -130,6 +131,26 @@ async def test_a_sweep_deletes_the_payloads_of_groups_that_left_and_of_no_other(
         assert await bus.bury(delivery, "")
         await first.sweep()
         assert {path.name[:1] for path in tmp_path.glob("a/*")} == {"1", "2"}, "a dead letter may be revived"
+
+
+async def test_a_sweep_reads_no_more_of_the_bus_than_its_own_groups_need(bus: Bus, tmp_path: Path) -> None:
+    """Entries of the journal of an older release have their payloads: a page of 1,000 could fill the server."""
+
+    async def pages() -> int:
+        before = await raw(bus).info("commandstats")
+        await shelf.sweep()
+        after = await raw(bus).info("commandstats")
+        return int(after["cmdstat_xrange"]["calls"] - before.get("cmdstat_xrange", {"calls": 0})["calls"])
+
+    await bus.write(RUN, "HSET", "state", "running")
+    for group in range(30):
+        await bus.append(JOURNAL, {"id": str(group), "step": "1", "data": b"of an older release"})
+    async with served(bus, tmp_path, "a") as shelf, served(bus, tmp_path, "b"):
+        await _put(shelf, b"x" * 2000, 20)
+        assert await pages() == 4 + 3, "of four empty streams, and of the journal up to its 24th entry"
+        await bus.write(GENERATING, "HSET", "20", "prompt")
+        assert await pages() == 0
+        assert len(list(tmp_path.glob("a/20-*"))) == 1
 
 
 async def test_a_stranger_gets_and_leaves_nothing(bus: Bus, tmp_path: Path) -> None:
