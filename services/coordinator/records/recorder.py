@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 UNREAD = Counter(
     "penstock_coordinator_unread_groups_total",
-    "Trained groups that rollouts.jsonl passes over: no copy of the payload is left, or it cannot be decoded.",
+    "Trained groups that rollouts.jsonl skips: no copy of the payload is left, or it cannot be decoded.",
 )
 _BATCH = 500
 _WAIT_S = 0.5
@@ -71,7 +71,7 @@ class _Files:
         self.step = _number(self.metrics.last, "step")
         self.sampled_step = min(_number(self.rollouts.last, "step"), self.step)
         self.unread: set[str] = set()
-        """Entries of the journal that were tried, and passed over."""
+        """Entries of the journal that were tried once, and are skipped."""
 
 
 class Recorder:

@@ -20,7 +20,7 @@ from penstock.shared.bus.streams import JOURNAL, ROLLOUTS
 from penstock.shared.errors import PeerError, ShelfLost
 from penstock.shared.peers.frames import Frame
 from penstock.shared.shelf import protocol
-from penstock.shared.shelf.shelf import Shelf
+from penstock.shared.shelf.shelf import PUT, Shelf
 from penstock.shared.shelf.store import ShelfFull, Store
 from tests.support import builders
 from tests.support.raw_redis import raw
@@ -57,6 +57,22 @@ async def test_the_second_copy_is_on_another_host_if_there_is_one(bus: Bus, tmp_
         served(bus, tmp_path, "c", host="elsewhere"),
     ):
         assert [holder.replica for holder in (await _put(first)).holders] == ["a", "c"]
+
+
+async def test_pods_of_one_node_are_one_machine(bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pod's host is the pod; the chart names the node."""
+    monkeypatch.setenv("NODE_NAME", "node-1")
+    apart, together = PUT.labels("shelved")._value, PUT.labels("same_host")._value
+    before = apart.get(), together.get()
+    async with (
+        served(bus, tmp_path, "a", host="pod-a", node="node-1") as first,
+        served(bus, tmp_path, "b", host="pod-b", node="node-1"),
+    ):
+        assert [holder.replica for holder in (await _put(first)).holders] == ["a", "b"]
+        first._partners_until_s = 0.0
+        async with served(bus, tmp_path, "c", host="pod-c", node="node-2"):
+            assert [holder.replica for holder in (await _put(first)).holders] == ["a", "c"]
+    assert (apart.get() - before[0], together.get() - before[1]) == (1, 1)
 
 
 async def test_without_room_or_a_second_replica_the_bus_carries_the_payload(bus: Bus, tmp_path: Path) -> None:
