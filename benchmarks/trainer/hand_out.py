@@ -17,17 +17,19 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+import multiprocessing as mp
 import os
 import statistics
 import tempfile
 import time
 from collections.abc import Sequence
+from multiprocessing.synchronize import Event
 from pathlib import Path
 
+import msgpack
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from benchmarks.bus.wire import make_experience, make_group
 from penstock.services.trainer.launcher import RANKS_STORE
@@ -42,8 +44,8 @@ from tests.support.shelves import LIMITS, reader, served
 
 
 async def put_all(
-    bus: Bus, shelf_of: Sequence[str], folder: Path, groups: int, samples: int, tokens: int, done: mp.Event
-) -> None:  # type: ignore[valid-type]
+    bus: Bus, shelf_of: Sequence[str], folder: Path, groups: int, samples: int, tokens: int, done: Event
+) -> None:
     """Serve the payloads until ``done``; write their claims to ``folder``/claims."""
     limits = dataclasses.replace(LIMITS, lost_after_s=30.0)
     async with contextlib.AsyncExitStack() as stack:
@@ -60,13 +62,13 @@ async def put_all(
             claim = await shelves[number % len(shelves)].put(payload, number)
             assert claim is not None
             claims.append(wire.encode(claim))
-        (folder / "claims.part").write_bytes(wire.msgpack.packb(claims))
+        (folder / "claims.part").write_bytes(msgpack.packb(claims))
         (folder / "claims.part").rename(folder / "claims")
-        while not done.is_set():  # type: ignore[attr-defined]
+        while not done.is_set():
             await asyncio.sleep(0.05)
 
 
-def serve(url: str, folder: Path, groups: int, samples: int, tokens: int, done: mp.Event) -> None:  # type: ignore[valid-type]
+def serve(url: str, folder: Path, groups: int, samples: int, tokens: int, done: Event) -> None:
     """Run the replicas."""
 
     async def run() -> None:
@@ -100,7 +102,7 @@ def measure(rank: int, ranks: int, url: str, folder: Path, rounds: int) -> None:
         RANKS_STORE: str(folder / "store"),
     }
     start_ranks("cpu")
-    claims = wire.msgpack.unpackb((folder / "claims").read_bytes())
+    claims = msgpack.unpackb((folder / "claims").read_bytes())
     seconds: dict[str, list[float]] = {
         "fetch_alone_s": [], "fetch_together_s": [], "share_s": [], "own_part_s": []
     }  # fmt: skip
@@ -153,7 +155,14 @@ def main() -> None:
             assert serving.is_alive()
             time.sleep(0.1)
         try:
-            mp.spawn(measure, (given.ranks, url, folder, given.rounds), nprocs=given.ranks)
+            ranks = [
+                context.Process(target=measure, args=(rank, given.ranks, url, folder, given.rounds))
+                for rank in range(given.ranks)
+            ]
+            for process in ranks:
+                process.start()
+            for process in ranks:
+                process.join()
         finally:
             done.set()
             serving.join()

@@ -148,7 +148,7 @@ class Intake:
         if pending - before - self._entries:
             await self._retake()
 
-    async def _retake(self, suspects: Container[EntryId] = ()) -> None:
+    async def _retake(self, suspects: Container[str] = ()) -> None:
         """Hold what an earlier trainer held, or a broken connection has lost; note a crash on each of ``suspects``."""
         some: list[Delivery[Experience]] = []
         async for delivery in self._bus.own(EXPERIENCE, Experience, CONSUMER):
