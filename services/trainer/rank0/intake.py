@@ -135,8 +135,7 @@ class Intake:
         while True:
             free_slots = self._settings.slots - len(self._held)
             deliveries = await self._bus.read(EXPERIENCE, Experience, CONSUMER, max(1, free_slots), _PROMPT_READ_S)
-            for start in range(0, len(deliveries), _FETCHED_AT_ONCE):
-                await self._hold_all(deliveries[start : start + _FETCHED_AT_ONCE])
+            await self._hold_all(deliveries)
             if not deliveries and time.monotonic() - looked_s >= _LOST_LOOK_S:
                 await self._take_lost()
                 looked_s = time.monotonic()
@@ -150,13 +149,9 @@ class Intake:
 
     async def _retake(self, suspects: Container[str] = ()) -> None:
         """Hold what an earlier trainer held, or a broken connection has lost; note a crash on each of ``suspects``."""
-        some: list[Delivery[Experience]] = []
-        async for delivery in self._bus.own(EXPERIENCE, Experience, CONSUMER):
-            some.append(await self._bus.note_crash(delivery) if delivery.entry_id in suspects else delivery)
-            if len(some) == _FETCHED_AT_ONCE:
-                await self._hold_all(some)
-                some.clear()
-        await self._hold_all(some)
+        own = self._bus.own(EXPERIENCE, Experience, CONSUMER)
+        new = [delivery async for delivery in own if delivery.entry_id not in self._entries]
+        await self._hold_all([await self._bus.note_crash(each) if each.entry_id in suspects else each for each in new])
 
     def forget(self) -> None:
         """Let go of what is held, as the bus lost it; :meth:`fill` may begin again."""
@@ -195,13 +190,16 @@ class Intake:
         self._arrived.set()
 
     async def _hold_all(self, deliveries: Sequence[Delivery[Experience]]) -> None:
-        """Fetch the payloads of groups together, and hold them in their order."""
-        new = [delivery for delivery in deliveries if delivery.entry_id not in self._entries]  # else delivered twice
-        payloads = await asyncio.gather(*(self._bus.whole(delivery.data) for delivery in new), return_exceptions=True)
-        for delivery, payload in zip(new, payloads, strict=True):
-            await self._hold(delivery, payload)
+        """Fetch the payloads of a few groups at a time, and hold the groups in their order."""
+        for start in range(0, len(deliveries), _FETCHED_AT_ONCE):
+            some = deliveries[start : start + _FETCHED_AT_ONCE]
+            payloads = await asyncio.gather(*(self._bus.whole(each.data) for each in some), return_exceptions=True)
+            for delivery, payload in zip(some, payloads, strict=True):
+                await self._hold(delivery, payload)
 
     async def _hold(self, delivery: Delivery[Experience], payload: bytes | BaseException) -> None:
+        if delivery.entry_id in self._entries:
+            return  # the bus has lost that it delivered this entry
         self._entries.add(delivery.entry_id)
         if delivery.attempts > self._settings.internal.max_attempts:
             cause = await self._bus.cause(delivery) or "it left no message"
