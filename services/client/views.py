@@ -109,6 +109,12 @@ class RunView(View):
         """Return whether the run is over, with no steps left."""
         return self.state in ENDED_STATES and self.closed and not self.extends
 
+    @property
+    def has_letters(self) -> bool:
+        """Whether the run may be extended, and has dead letters to revive then."""
+        dead = (count for outcome, count in self.counts.items() if outcome.startswith("dead:"))
+        return self.state == "finished" and any(dead)
+
 
 class ReplicaView(View):
     """One entry of ``GET /v1/services``."""

@@ -5,6 +5,7 @@ standard input, a pipe, does.
 """
 
 import asyncio
+import functools
 import json
 import secrets
 import sys
@@ -24,13 +25,14 @@ from penstock.services.coordinator.api.routes.run import run_view
 from penstock.services.coordinator.api.server import ApiServer
 from penstock.services.coordinator.records.ended_run import EndedRun
 from penstock.services.coordinator.schemas.resources import Page
+from penstock.shared.bus.streams import JOURNAL
 from penstock.shared.errors import PenstockError
 
 
 def make_app(run: EndedRun, access: Access) -> FastAPI:
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     app.include_router(run_view(run.text))
-    app.include_router(record_routes(run.rows, run.folder))
+    app.include_router(record_routes(run.rows, functools.partial(run.rows, JOURNAL), run.folder))
     app.include_router(event_list(run.rows))
     used: set[str] = set()
 

@@ -120,8 +120,8 @@ async def _go(
                 task.cancel()
         screen.show(watch.seen.run, _rows(supervisor.children, watch.seen))
         acceptance.close()
-        if watch.seen.run is not None and watch.seen.run.ended:
-            run_folder.remove_shelves(run.folder)
+        if (seen := watch.seen.run) is not None and seen.ended:
+            run_folder.remove_shelves(run.folder, has_letters=seen.has_letters)
         if ending.sentence and not (run.resumed or supervisor.was_ready):
             run_folder.unlink_latest(run.folder, run.before)
         return ending

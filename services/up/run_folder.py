@@ -164,10 +164,14 @@ def remove_snapshots(folder: Path) -> None:
         folder.with_name(f"{folder.name}.run").unlink(missing_ok=True)
 
 
-def remove_shelves(folder: Path) -> None:
-    """Delete what replicas kept of a run that has ended; the trainer's has what its journal needs, which may be nothing."""
+def remove_shelves(folder: Path, *, has_letters: bool) -> None:
+    """Delete what replicas kept of a run that has ended; the trainer's has what its journal needs, which may be nothing.
+
+    Args:
+        has_letters: it may be extended, and dead letters revived: what its replicas have not swept is left.
+    """
     for shelf in (folder / "shelf").glob("*"):
-        if not shelf.name.startswith("trainer"):
+        if not (has_letters or shelf.name.startswith("trainer")):
             shutil.rmtree(shelf, ignore_errors=True)
     for empty in (*(folder / "shelf").glob("*"), folder / "shelf"):
         with contextlib.suppress(OSError):

@@ -12,7 +12,7 @@ import asyncio
 import dataclasses
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Annotated, Any, Protocol
 
 import msgpack
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 UNAVAILABLE = Counter(
     "penstock_shelf_unavailable_total", "Groups generated again because no copy of a payload of theirs was left."
 )
-MOST_REQUEUES = 20
+MOST_LOSSES = 20
 """After which a group without its payload is buried."""
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _MARK = b"\xa4kind\xa5claim"
@@ -119,10 +119,10 @@ class Claims(Commands):
                 raise error
         return bytes(msgpack.packb(fetched))
 
-    async def groups_with_payloads(self) -> frozenset[int] | None:
-        """Return the groups in flight, in the journal and among dead letters; None: the bus has lost the run, or has none."""
-        exists, ids = await self.script("shelved", streams=_STREAMS)
-        return frozenset(int(group) for group in ids if group.isdigit()) if exists else None
+    async def needed(self, groups: Collection[int]) -> frozenset[int] | None:
+        """Return those of ``groups`` in flight, in the journal or among dead letters; None: the bus has lost the run, or has none."""
+        exists, ids = await self.script("shelved", streams=_STREAMS, groups=sorted(groups))
+        return frozenset(map(int, ids)) if exists else None
 
     async def _fetched(self, piece: bytes) -> bytes:
         if not is_claim(piece):
@@ -164,13 +164,15 @@ async def regenerate(bus: _Groups, delivery: Any, error: ShelfLost) -> None:
     """Send the group of an entry whose payload is lost back to the stream of its prompt, counted; bury it if that does not help."""
     try:
         prompt = prompt_of(delivery.data)
+        if str(prompt.group_id) != delivery.group_id:
+            raise MessageError(f"expected the prompt of group {delivery.group_id[:40]!r}, found {prompt.group_id}'s")
     except MessageError as broken:
         await bus.bury(delivery, str(broken))
         return
-    if prompt.requeues >= MOST_REQUEUES:
-        await bus.bury(delivery, f"its payload was lost although it was generated {MOST_REQUEUES} times: {error}")
+    if prompt.losses >= MOST_LOSSES:
+        await bus.bury(delivery, f"its payload was lost although it was generated again {MOST_LOSSES} times: {error}")
         return
-    again = dataclasses.replace(prompt, requeues=prompt.requeues + 1, sample=None)
+    again = dataclasses.replace(prompt, requeues=prompt.requeues + 1, losses=prompt.losses + 1, sample=None)
     if await bus.requeue(delivery, again, reason="unavailable"):
         UNAVAILABLE.inc()
         log.warning("group will be generated again", extra={"group": delivery.group_id, "reason": str(error)})

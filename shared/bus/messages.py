@@ -120,7 +120,7 @@ class Sampling:
         return self.temperature > 0 and (self.top_k > 0 or self.min_new_tokens > 0)
 
 
-@message("prompt", schema=2, late=("environment",))
+@message("prompt", schema=2, late=("environment", "losses"))
 @dataclasses.dataclass(frozen=True, slots=True)
 class Prompt:
     """One problem with its reference answer.
@@ -150,6 +150,8 @@ class Prompt:
     """Digest of the row's question and answer; empty: from an older Penstock."""
     environment: Annotated[str, _NAME] = ""
     """What the policy's turns happen in; empty: a single turn."""
+    losses: Annotated[int, _INT32] = 0
+    """How often the group was generated again because its payload was lost."""
 
     @property
     def is_plain(self) -> bool:

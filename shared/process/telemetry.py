@@ -22,6 +22,7 @@ from penstock.shared.bus.stores.replicas.heartbeats import (
     count_start,
     note_left,
     note_told,
+    own_node,
 )
 from penstock.shared.bus.stores.run.functions import Change
 from penstock.shared.bus.streams import EVENTS, MEMORY
@@ -146,6 +147,7 @@ class Presence:
             settings_revision=self._status.settings_revision,
             taking=self._status.taking,
             starts=starts,
+            node=own_node(),
             failures=tuple(self._status.failures.values()),
             gpus=self._status.gpus,
             activity=self._status.start.activity,

@@ -1,5 +1,6 @@
 """The ``[internal]`` table: set by tests and by the Helm chart; not supported otherwise."""
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
@@ -20,6 +21,8 @@ class InternalSettings(Section):
     """Seconds that a service waits for the bus at its start; later it waits without a limit."""
     owner: str = Field(default="")
     """The release whose services use the run's keys, `namespace/release`; services of another one refuse to start."""
+    shelf_folder: Path | None = Field(default=None)
+    """Folder of this process's shelf, for pods that cannot write to the run's; not set: `<run folder>/shelf`."""
     stopped_exit_status: Annotated[int, Field(ge=0, le=255)] = Field(default=0)
     """Exit status of a service that is stopped before its run is over; a Job of Kubernetes restarts it for 143."""
     leave_when_over: bool = Field(default=False)

@@ -5,7 +5,6 @@ import contextlib
 import dataclasses
 import hashlib
 import logging
-import socket
 import time
 from collections.abc import AsyncIterator, Sequence
 from urllib.parse import quote
@@ -14,7 +13,13 @@ from prometheus_client import Counter, Gauge
 
 from penstock.shared.bus.bus import Bus
 from penstock.shared.bus.claims import Claim, Holder
-from penstock.shared.bus.stores.replicas.heartbeats import Heartbeat, count_replicas, heartbeat_of, some_heartbeats
+from penstock.shared.bus.stores.replicas.heartbeats import (
+    Heartbeat,
+    count_replicas,
+    heartbeat_of,
+    own_node,
+    some_heartbeats,
+)
 from penstock.shared.errors import BusUnavailable, PeerError, ShelfLost
 from penstock.shared.peers.addresses import reachable
 from penstock.shared.peers.handshake import Secret
@@ -39,7 +44,6 @@ _COPIES_S = 10.0
 _AT_ONCE = 16
 """Connections of a process: a listener admits 64 that are not through their handshake yet."""
 _LOST_ERRORS = (PeerError, OSError, TimeoutError)
-_HOST = socket.gethostname()
 _HOLDERS = ("rollout", "reward", "episodes")
 _LAST_SWEEP_S = 2.0
 
@@ -99,7 +103,7 @@ class Shelf:
                         if len(kept) < needed and await self._copied(beat, group_id, digest, payload):
                             kept.append(beat)
             if len(kept) == needed:
-                is_apart = not needed or any(beat.host != _HOST for beat in kept)
+                is_apart = not needed or any(map(_is_elsewhere, kept))
                 PUT.labels("shelved" if is_apart else "same_host").inc()
                 holders = Holder(self._replica, self.address), *(Holder(beat.replica, beat.shelf) for beat in kept)
                 return Claim(group_id, digest, len(payload), holders, prompt)
@@ -133,7 +137,7 @@ class Shelf:
         if now_s >= self._partners_until_s or len(self._partners) < self._limits.copies - 1:
             beats = [beat for beat in await some_heartbeats(self._bus) if beat.shelf and beat.taking]
             others = [beat for beat in beats if beat.replica != self._replica and beat.state != "stopping"]
-            self._partners = sorted(others, key=lambda beat: beat.host == _HOST)
+            self._partners = sorted(others, key=_is_elsewhere, reverse=True)
             self._partners_until_s = now_s + _PARTNERS_S
         return tuple(self._partners)
 
@@ -192,7 +196,7 @@ class Shelf:
     async def sweep(self) -> None:
         """Delete the payloads of groups that have left the bus: a group is in flight before its payloads are put."""
         if names := self._store.names:
-            needed = await self._bus.groups_with_payloads()
+            needed = await self._bus.needed({group for group, _ in names})
             if needed is not None:
                 await asyncio.to_thread(self._store.drop, [name for name in names if name[0] not in needed])
                 self.values["shelf_bytes"] = float(self._store.nbytes)
@@ -211,6 +215,11 @@ class Shelf:
                 log.exception("shelf not swept")
 
 
+def _is_elsewhere(beat: Heartbeat) -> bool:
+    """Whether a replica is on another machine: pods of one node are lost together."""
+    return (beat.node or beat.host) != own_node()
+
+
 @contextlib.asynccontextmanager
 async def opened(
     bus: Bus, settings: Settings, service: str, replica: str, host: str, secret: Secret
@@ -219,7 +228,7 @@ async def opened(
 
     Replicas serve one if they put payloads there, or have some. The trainer keeps what it fetches, to replay its journal.
     """
-    folder = settings.run_folder / "shelf" / quote(replica, safe="")
+    folder = (settings.internal.shelf_folder or settings.run_folder / "shelf") / quote(replica, safe="")
     store = Store(folder, settings.bus.shelf_bytes)
     limits = Limits(settings.bus.shelve_above_bytes, settings.bus.payload_copies, settings.internal.claim_after_s)
     is_served = service in _HOLDERS and bool(limits.above_bytes or settings.trainer.router_replay or store.names)

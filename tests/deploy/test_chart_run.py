@@ -11,6 +11,8 @@ import httpx
 import pytest
 
 from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.claims import is_claim
+from penstock.shared.bus.keys import PAYLOADS
 from penstock.shared.bus.stores.replicas.heartbeats import heartbeats
 from penstock.shared.bus.streams import EVAL_PROMPTS, EVAL_ROLLOUTS, PROMPTS, ROLLOUTS, TRAINING_STREAMS
 from tests.chaos.audit import Watcher, audit_groups, audit_versions
@@ -160,20 +162,53 @@ async def test_the_one_pod_runs_to_its_end_frees_its_gpus_and_has_nothing_to_do_
     assert summary["switches"] > 0
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+async def test_pods_keep_payloads_on_volumes_of_their_own_with_a_copy_on_another_node(tmp_path: Path) -> None:
+    smoke_values = values("cpu-smoke")
+    config = smoke_values["run"]["config"].replace("[bus]", "[bus]\nshelve_above_bytes = 1")
+    config = config.replace("groups_per_step = 32", "groups_per_step = 4")
+    config = re.sub(r"(?s)\[evaluation\].*?(?=\n\[)", "", config)
+    shelved = {"run": {"config": config, "kind": "workloads"}, "networkPolicy": {"enabled": False}}
+    made = Cluster(render(merged(smoke_values, shelved)), tmp_path)
+    services = ("coordinator", *JOBS)
+    await made.open()
+    try:
+        await _comes_up(made, services)
+        password = made.content("Secret", "demo-penstock-bus")["password"]
+        bus = await Bus.connect(f"redis://:{password}@{made.pods['bus'].address}:6379/0", "demo", wait_s=PATIENCE_S)
+        async with Api(made).answering() as api:
+            await _trains(made, api, 2, services)
+        assert all(map(is_claim, (await bus.hgetall(PAYLOADS)).values()))
+        nodes = {beat.replica: beat.node for beat in await heartbeats(bus) if beat.shelf}
+        await bus.close()
+        for role in ("rollout", "reward"):
+            pod = made.pods[role]
+            assert nodes[pod.name] == f"node-of-{pod.name}"
+            assert list((pod.folder / "shelf" / pod.name).iterdir()), "its own payloads, or copies"
+            async with httpx.AsyncClient(trust_env=False) as http:
+                metrics = (await http.get(f"http://{pod.address}:9400/metrics")).text
+            assert float(re.findall(r'(?m)^penstock_shelf_payloads_total\{outcome="shelved"\} (.+)$', metrics)[0]) > 0
+            assert 'penstock_shelf_payloads_total{outcome="same_host"} 0.0' in metrics
+        assert not list((tmp_path / "claims").glob("*/demo/shelf/ro*")), "the run's volume has the trainer's only"
+    finally:
+        await made.close()
+
+
 def _tracked(runs: Path) -> list[int]:
     """Return the steps that the tracker shows."""
     started = any((runs / "tensorboard").glob("demo/*"))
     return [step for step, _ in tensorboard(runs, "demo", "train/reward")] if started else []
 
 
-async def _comes_up(made: Cluster) -> None:
+async def _comes_up(made: Cluster, services: Sequence[str] = SERVICES) -> None:
     bus = made.pods["bus"]
     bus.start()
     await bus.starts()
-    for role in SERVICES:
+    for role in services:
         made.pods[role].start()
-    await asyncio.gather(*(made.pods[role].starts() for role in SERVICES))
-    for role in SERVICES:
+    await asyncio.gather(*(made.pods[role].starts() for role in services))
+    for role in services:
         container = made.pods[role].container
         for probe in ("readinessProbe", "livenessProbe"):
             await until(lambda role=role, probe=container[probe]: made.pods[role].answers(probe))
@@ -200,11 +235,11 @@ async def _backlogs_are_numbers(bus: Bus) -> None:
         assert isinstance(group["pending"], int)
 
 
-async def _trains(made: Cluster, api: Api, count: int) -> None:
+async def _trains(made: Cluster, api: Api, count: int, services: Sequence[str] = SERVICES) -> None:
     goal = api.step + count
 
     def reached() -> bool:
-        for role in SERVICES:
+        for role in services:
             process = made.pods[role].process
             assert process is not None
             assert process.poll() is None, made.pods[role].log.read_text()[-3000:]

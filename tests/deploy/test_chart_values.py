@@ -14,6 +14,7 @@ from penstock.shared.settings import load
 from tests.support.chart import (
     CASES,
     CHART,
+    EPISODES,
     GPU,
     NEWEST,
     ROOT,
@@ -242,13 +243,6 @@ MISSING: Sequence[tuple[Json, str]] = (
         values(run={"config": values()["run"]["config"], "kind": "pod", "onFinish": "keep"}),
         "run.onFinish = keep needs run.kind = jobset or workloads, because `penstock up` ends with its run",
     ),
-    *(
-        (
-            values(run={"config": values()["run"]["config"].replace(table, f"{table}\n{line}")}),
-            "expected neither bus.shelve_above_bytes nor trainer.router_replay in run.config, found one",
-        )
-        for table, line in (("[bus]", "shelve_above_bytes = 5"), ("[trainer]", "router_replay = true"))
-    ),
     (
         values(kueue={"queue": "research"}),
         "kueue.queue needs run.kind = jobset, or Kueue admits a trainer that no rollout replica feeds; a JobSet needs "
@@ -261,6 +255,62 @@ def test_what_is_missing_or_does_not_fit_is_one_sentence() -> None:
     played = play_all([[wrong] for wrong, _ in MISSING], version=NEWEST, crds=None)
     for (_, said), (release,) in zip(MISSING, played, strict=True):
         assert said in release.error
+
+
+SHELVED = values()["run"]["config"].replace("[bus]", "[bus]\nshelve_above_bytes = 65536\nshelf_bytes = 1048576000")
+
+
+@pytest.mark.parametrize("kind", ["workloads", "jobset"])
+@pytest.mark.parametrize(
+    ("storage_class", "volume"),
+    [
+        ("", {"emptyDir": {"sizeLimit": "2125Mi"}}),
+        (
+            "local-nvme",
+            {
+                "ephemeral": {
+                    "volumeClaimTemplate": {
+                        "spec": {
+                            "accessModes": ["ReadWriteOnce"],
+                            "storageClassName": "local-nvme",
+                            "resources": {"requests": {"storage": "2125Mi"}},
+                        }
+                    }
+                }
+            },
+        ),
+    ],
+)
+def test_a_pod_that_keeps_payloads_has_a_volume_with_room_for_them_and_knows_its_node(
+    kind: str, storage_class: str, volume: Json
+) -> None:
+    """1,000 MiB of bus.shelf_bytes, a tenth for the file system (rounded up), and 1 GiB that the service leaves free."""
+    config = SHELVED + EPISODES[EPISODES.index("\n[episodes]") :]
+    shelves = {"shelves": {"storageClass": storage_class}}
+    release = render(values(run={"config": config, "kind": kind}, storage=shelves), crds=JOB_SET)
+    for role in ("rollout", "reward", "episodes", "trainer", "coordinator"):
+        spec = template_of(release.workload(role))["spec"]
+        (container,) = spec["containers"]
+        has = role in ("rollout", "reward", "episodes")
+        assert [each for each in spec["volumes"] if each["name"] == "shelf"] == [{"name": "shelf", **volume}] * has
+        mounted = [mount for mount in container["volumeMounts"] if mount["name"] == "shelf"]
+        assert mounted == [{"name": "shelf", "mountPath": "/var/penstock/shelf"}] * has
+        variables = environment(container)
+        assert variables.get("PENSTOCK__INTERNAL__SHELF_FOLDER") == ("/var/penstock/shelf" if has else None)
+        assert ("NODE_NAME" in variables) == has
+        disk = container["resources"]["requests"]["ephemeral-storage"]
+        assert disk == ("3149Mi" if has and not storage_class else "1Gi")
+
+
+def test_a_run_without_shelves_has_no_volume_for_them() -> None:
+    config = values()["run"]["config"]
+    for more, has in (("", False), ("\nrouter_replay = true", True)):
+        release = render(values(run={"config": config.replace("[trainer]", f"[trainer]{more}")}))
+        spec = template_of(release.workload("rollout"))["spec"]
+        assert any(volume["name"] == "shelf" for volume in spec["volumes"]) == has
+    alone = render(values(run={"config": SHELVED, "kind": "pod"}))
+    ((_, pod),) = [(role, pod) for role, pod in alone.pods() if role == "pod"]
+    assert not any(volume["name"] == "shelf" for volume in pod["spec"]["volumes"]), "`penstock up` has the run's folder"
 
 
 def test_a_run_with_trackers_has_one_pod_that_keeps_its_place_on_the_claim_and_outlasts_the_run() -> None:

@@ -1,5 +1,7 @@
 """The chart's NetworkPolicies, enforced: every needed connection opens and every other is refused."""
 
+from collections.abc import Mapping
+
 import pytest
 
 from tests.conftest import need
@@ -46,12 +48,24 @@ EXPECTED = {
 }
 
 
-def test_every_needed_connection_opens_and_every_other_is_refused() -> None:
+HOLDERS = to("rollout") | to("rollout-1") | to("reward") | to("episodes")
+SHELVED = EXPECTED | {
+    name: EXPECTED[name] | HOLDERS - to(name)
+    for name in ("coordinator", "trainer", "rollout", "rollout-1", "reward", "episodes")
+}
+"""Payloads are put on shelves of replicas, at ports that the system chooses, and read by all that handle groups."""
+
+
+@pytest.mark.parametrize(("above_bytes", "expected"), [(0, EXPECTED), (65536, SHELVED)])
+def test_every_needed_connection_opens_and_every_other_is_refused(
+    above_bytes: int, expected: Mapping[str, set[tuple[str, int]]]
+) -> None:
     need("ip", "iproute2")
     need("nft", "nftables")
+    config = TRACKED + EPISODES[EPISODES.index("\n[episodes]") :]
     release = render(
         values(
-            run={"config": TRACKED + EPISODES[EPISODES.index("\n[episodes]") :]},
+            run={"config": config.replace("[bus]", f"[bus]\nshelve_above_bytes = {above_bytes}")},
             networkPolicy={"agentsFrom": [{"podSelector": {"matchLabels": AGENTS}}]},
             executor={"enabled": True},
             tracking={"port": 41234},
@@ -68,4 +82,4 @@ def test_every_needed_connection_opens_and_every_other_is_refused() -> None:
         Peer("internet", {}, namespace=""),
     ]
     with PolicyNetwork(peers, release.of("NetworkPolicy"), PORTS) as network:
-        assert {name: network.opened(name) for name in EXPECTED} == EXPECTED
+        assert {name: network.opened(name) for name in expected} == expected

@@ -314,6 +314,7 @@ class Pod:
                         :10
                     ],
                     "status.podIP": self.address,
+                    "spec.nodeName": f"node-of-{self.name}",
                 }
                 variables[name] = fields[source["fieldRef"]["fieldPath"]]
         return variables

@@ -18,10 +18,10 @@ _BEAT_S = 600.0
 LIMITS = Limits(above_bytes=1, copies=2, lost_after_s=0.0)
 
 
-async def beat(bus: Bus, replica: str, shelf: str, host: str) -> None:
+async def beat(bus: Bus, replica: str, shelf: str, host: str, node: str = "") -> None:
     """Announce a replica and where its shelf is served."""
     now_s = time.time()
-    given = Heartbeat("rollout", replica, "working", None, host, 1, "", now_s, now_s, 0, "", {}, shelf=shelf)
+    given = Heartbeat("rollout", replica, "working", None, host, 1, "", now_s, now_s, 0, "", {}, shelf=shelf, node=node)
     await beat_once(bus, given, _BEAT_S)
 
 
@@ -34,6 +34,7 @@ async def served(
     *,
     most_bytes: int = 1 << 30,
     host: str = "other",
+    node: str = "",
     secret: Secret = lambda: SECRET,
 ) -> AsyncIterator[Shelf]:
     """Yield the shelf of a replica that other processes reach."""
@@ -41,7 +42,7 @@ async def served(
     listener = Listener(store, replica, "127.0.0.1", secret)
     address = f"127.0.0.1:{listener.port}"
     serving = asyncio.create_task(listener.run())
-    await beat(bus, replica, address, host)
+    await beat(bus, replica, address, host, node)
     try:
         yield Shelf(bus, store, replica, secret, limits, address)
     finally:

@@ -10,7 +10,8 @@ from typing import Any, cast
 import pytest
 
 from penstock.services.cli.__main__ import main
-from penstock.services.up import leftovers
+from penstock.services.client.views import RunView
+from penstock.services.up import leftovers, run_folder
 from penstock.services.up.prepare import Prepared
 from penstock.services.up.supervisor import Ending
 from penstock.shared.errors import PenstockError
@@ -127,3 +128,17 @@ async def test_a_policy_that_cannot_be_written_is_the_last_line_and_the_exit_cod
     assert "the run ended without its policy: [Errno 17]" in capsys.readouterr().err
     assert main(["export", str(folder), "--to", str(tmp_path / "exported")]) == 0
     assert (tmp_path / "exported" / "config.json").is_file()
+
+
+def test_payloads_of_dead_letters_of_a_run_that_may_be_extended_stay(tmp_path: Path) -> None:
+    def left(state: str, counts: dict[str, int]) -> list[str]:
+        for name in ("rollout-0/3-x", "trainer-0/4-x"):
+            (tmp_path / "shelf" / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / "shelf" / name).touch()
+        (tmp_path / "shelf" / "reward-0").mkdir(exist_ok=True)
+        run_folder.remove_shelves(tmp_path, has_letters=RunView(state=state, counts=counts).has_letters)
+        return sorted(str(path.relative_to(tmp_path / "shelf")) for path in (tmp_path / "shelf").glob("*/*"))
+
+    assert left("finished", {"trained": 9, "dead:rollouts": 1}) == ["rollout-0/3-x", "trainer-0/4-x"]
+    assert left("stopped", {"dead:rollouts": 1}) == ["trainer-0/4-x"], "which is not extended"
+    assert left("finished", {"trained": 9, "dead:rollouts": 0}) == ["trainer-0/4-x"]

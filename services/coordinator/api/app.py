@@ -77,7 +77,7 @@ def make_routes(parts: Parts) -> FastAPI:
         responses={"default": {"model": ProblemDetails}},
     )
     app.include_router(run_routes(parts))
-    app.include_router(record_routes(parts.rows, parts.folder))
+    app.include_router(record_routes(parts.rows, parts.trained, parts.folder))
     for routes in (settings_routes, operation_routes, policy_routes, service_routes, dead_letter_routes):
         app.include_router(routes(parts))
     for routes in (event_routes, registry_routes, generate_routes, _health_routes):

@@ -20,7 +20,7 @@ from penstock.shared.bus.bus import Bus
 from penstock.shared.bus.stores.policy.ledger import Ledger
 from penstock.shared.bus.stores.replicas.live_settings import Live
 from penstock.shared.bus.stores.run import records
-from penstock.shared.bus.streams import Row, Stream
+from penstock.shared.bus.streams import JOURNAL, Row, Stream
 from penstock.shared.process.telemetry import Status
 
 Rows = Callable[[Stream, str | None, int], Awaitable[list[Row]]]
@@ -52,6 +52,10 @@ class Parts:
 
     async def rows(self, stream: Stream, cursor: str | None, count: int) -> list[Row]:
         return await records.page(self.bus, stream, cursor, count)
+
+    async def trained(self, cursor: str | None, count: int) -> list[Row]:
+        """Return entries of the journal with their groups."""
+        return await records.with_payloads(self.bus, await self.rows(JOURNAL, cursor, count))
 
     async def newest_first(self, stream: Stream, cursor: str | None, limit: int) -> list[tuple[str, dict[str, str]]]:
         """``limit`` entries before a cursor, plus one if there are more."""

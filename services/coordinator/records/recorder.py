@@ -22,6 +22,8 @@ import logging
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
 
+from prometheus_client import Counter
+
 from penstock.services.coordinator.evaluation.results import evaluations_of
 from penstock.services.coordinator.records.jsonl import BoundedLines, Lines, Overtaken, every_second, exclusive
 from penstock.services.coordinator.records.memory import MEMORY_FILE, memory_line, memory_lines
@@ -38,6 +40,10 @@ from penstock.shared.files.durable import no_room
 
 log = logging.getLogger(__name__)
 
+UNREAD = Counter(
+    "penstock_coordinator_unread_groups_total",
+    "Trained groups that rollouts.jsonl skips: no copy of the payload is left, or it cannot be decoded.",
+)
 _BATCH = 500
 _WAIT_S = 0.5
 _AGAIN_S = 1.0
@@ -64,6 +70,8 @@ class _Files:
         self.evaluated = {line.get("version") for line in self.evaluations.read()}
         self.step = _number(self.metrics.last, "step")
         self.sampled_step = min(_number(self.rollouts.last, "step"), self.step)
+        self.unread: set[str] = set()
+        """Entries of the journal that were tried once, and are skipped."""
 
 
 class Recorder:
@@ -172,11 +180,17 @@ class Recorder:
         rows = await newer(self._bus, streams.JOURNAL, "", _LOOKED_BACK)
         due = files.step // self._every * self._every
         of_step = [row for row in rows if int(row[1][b"step"]) == due]  # it may be behind the trainer
-        chosen = await with_payloads(self._bus, (of_step or rows)[:1])
-        for entry, experience in _decoded(chosen, Experience):  # none just after a checkpoint; retried at the next step
+        files.unread.intersection_update(entry for entry, _ in rows)
+        unseen = [row for row in of_step or rows if row[0] not in files.unread]
+        if not (chosen := await with_payloads(self._bus, unseen[:1])):
+            return  # just after a checkpoint: at the next step
+        for entry, experience in _decoded(chosen, Experience):
             line = journal_line(entry, chosen[0][1], experience)
             self._append(files.rollouts, [] if entry == _entry(files.rollouts) else [line])
             files.sampled_step = max(int(chosen[0][1][b"step"]), files.step)
+            return
+        files.unread.add(chosen[0][0])
+        UNREAD.inc()
 
 
 def _pass(files: _Files, stream: Stream, entries: list[Row]) -> None:

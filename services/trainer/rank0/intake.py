@@ -33,7 +33,7 @@ import dataclasses
 import logging
 import time
 from collections import Counter
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 
 from penstock.services.trainer.algorithm.advantages import has_signal, shaped_rewards
 from penstock.services.trainer.algorithm.group_filter import Filter
@@ -73,6 +73,8 @@ _MOST_PENDING = 1 << 20
 _MOST_LOST = 5
 """Times that a group is generated again because its versions are lost."""
 _ALONE_FROM = 2
+_FETCHED_AT_ONCE = 8
+"""Groups of which the payloads are fetched together: they are large."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -127,15 +129,13 @@ class Intake:
 
     async def _fill(self) -> None:
         suspects = await self._ledger.noted_batch()
-        async for delivery in self._bus.own(EXPERIENCE, Experience, CONSUMER):
-            await self._hold(await self._bus.note_crash(delivery) if delivery.entry_id in suspects else delivery)
+        await self._retake(suspects)
         self._retaken.set()
         looked_s = time.monotonic()
         while True:
             free_slots = self._settings.slots - len(self._held)
             deliveries = await self._bus.read(EXPERIENCE, Experience, CONSUMER, max(1, free_slots), _PROMPT_READ_S)
-            for delivery in deliveries:
-                await self._hold(delivery)
+            await self._hold_all(deliveries)
             if not deliveries and time.monotonic() - looked_s >= _LOST_LOOK_S:
                 await self._take_lost()
                 looked_s = time.monotonic()
@@ -145,8 +145,13 @@ class Intake:
         before = set(self._entries)
         pending = await self._bus.pending(EXPERIENCE, CONSUMER, _MOST_PENDING)
         if pending - before - self._entries:
-            async for delivery in self._bus.own(EXPERIENCE, Experience, CONSUMER):
-                await self._hold(delivery)
+            await self._retake()
+
+    async def _retake(self, suspects: Container[str] = ()) -> None:
+        """Hold what an earlier trainer held, or a broken connection has lost; note a crash on each of ``suspects``."""
+        own = self._bus.own(EXPERIENCE, Experience, CONSUMER)
+        new = [delivery async for delivery in own if delivery.entry_id not in self._entries]
+        await self._hold_all([await self._bus.note_crash(each) if each.entry_id in suspects else each for each in new])
 
     def forget(self) -> None:
         """Let go of what is held, as the bus lost it; :meth:`fill` may begin again."""
@@ -184,7 +189,15 @@ class Intake:
         self._held[taken.experience.group_id] = taken
         self._arrived.set()
 
-    async def _hold(self, delivery: Delivery[Experience]) -> None:
+    async def _hold_all(self, deliveries: Sequence[Delivery[Experience]]) -> None:
+        """Fetch the payloads of a few groups at a time, and hold the groups in their order."""
+        for start in range(0, len(deliveries), _FETCHED_AT_ONCE):
+            some = deliveries[start : start + _FETCHED_AT_ONCE]
+            payloads = await asyncio.gather(*(self._bus.whole(each.data) for each in some), return_exceptions=True)
+            for delivery, payload in zip(some, payloads, strict=True):
+                await self._hold(delivery, payload)
+
+    async def _hold(self, delivery: Delivery[Experience], payload: bytes | BaseException) -> None:
         if delivery.entry_id in self._entries:
             return  # the bus has lost that it delivered this entry
         self._entries.add(delivery.entry_id)
@@ -195,7 +208,9 @@ class Intake:
             )
             return
         try:
-            whole = dataclasses.replace(delivery, data=await self._bus.whole(delivery.data))
+            if isinstance(payload, BaseException):
+                raise payload
+            whole = dataclasses.replace(delivery, data=payload)
             experience = whole.message()
             self._check(experience)
             standing = await self._ledger.standing(experience.group_id)

@@ -89,7 +89,7 @@ def columns(check: ColumnCheck | None = None, late: tuple[str, ...] = ()) -> Cal
 def message(kind: str, schema: int, late: tuple[str, ...] = ()) -> Callable[[type[T]], type[T]]:
     """Register the message ``kind``; raise ``schema`` if old readers would misread the new form.
 
-    Fields of ``late`` (text) are written only if they hold something; a value whose ``is_plain`` is true, as schema 1.
+    Fields of ``late`` (text, counts) are written only if they hold something; a value whose ``is_plain`` is true, as schema 1.
     """
 
     def register(cls: type[T]) -> type[T]:

@@ -15,6 +15,7 @@ from penstock.services.coordinator.service import Coordinator
 from penstock.shared.bus import streams
 from penstock.shared.bus.bus import Bus
 from penstock.shared.bus.encoding import wire
+from penstock.shared.bus.keys import PAYLOADS
 from penstock.shared.bus.stores.policy.ledger import Ledger
 from tests.support import builders
 from tests.support.coordinator_players import make, report, settings
@@ -93,6 +94,25 @@ async def test_groups_are_found_by_a_text_or_by_their_problem_over_all_steps(
     monkeypatch.setattr(routes, "_SEARCHED", 2)
     monkeypatch.setattr(routes, "_AT_ONCE", 2)
     assert await search("problem=train.jsonl:7") == ([], False), "a request examines a part; `next` continues"
+
+
+async def test_groups_up_to_a_step_are_found_without_the_payloads_of_later_ones(
+    http: httpx.AsyncClient, bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in range(1, 8):
+        await bus.append(streams.JOURNAL, {"step": str(step), "entry": f"1-{step}"})
+        payload = wire.encode(builders.experience(step))
+        await bus.write(PAYLOADS, "HSET", f"experience:1-{step}", payload)
+    read: list[bytes] = []
+
+    async def whole(data: bytes) -> bytes:
+        read.append(data)
+        return data
+
+    monkeypatch.setattr(bus, "whole", whole)
+    page = (await http.get("/v1/run/rollouts?step=2&limit=1")).json()
+    assert [(item["step"], item["group"]) for item in page["items"]] == [(2, 2)]
+    assert len(read) == 2, "its own, and one to know whether there are more"
 
 
 async def test_a_run_that_trained_nothing_has_no_groups(http: httpx.AsyncClient) -> None:

@@ -10,16 +10,18 @@ import pytest
 
 from penstock.services.coordinator.evaluation.results import Evaluation
 from penstock.services.coordinator.records.jsonl import Lines, Overtaken, exclusive, read
-from penstock.services.coordinator.records.recorder import Recorder
+from penstock.services.coordinator.records.recorder import UNREAD, Recorder
 from penstock.services.coordinator.records.report import records
 from penstock.services.coordinator.records.summary import digest, one_line_a_step, summarize, training_seconds
 from penstock.shared.bus import streams
 from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.claims import Claim, is_claim
 from penstock.shared.bus.encoding import wire
 from penstock.shared.bus.messages import Experience, PolicyVersion, RolloutGroup
 from penstock.shared.bus.stores.policy.evaluations import EVALUATIONS
 from penstock.shared.bus.stores.policy.ledger import Ledger, Rewound, RunState, RunStatus
-from penstock.shared.bus.stores.run.records import page
+from penstock.shared.bus.stores.run.records import page, with_payloads
+from penstock.shared.errors import ShelfLost
 from penstock.shared.process.telemetry import tell
 from penstock.shared.settings import Settings
 from tests.support import builders
@@ -36,12 +38,12 @@ async def put_steps(bus: Bus, *steps: int) -> None:
         await bus.publish(streams.STEPS, report(step, step))
 
 
-async def commit_group(bus: Bus, group_id: int) -> None:
-    """Bring a group to the journal, as step 1, 2, …"""
+async def commit_group(bus: Bus, group_id: int, payload: bytes | None = None) -> None:
+    """Bring a group, or ``payload`` in its place, to the journal, as step 1, 2, …"""
     entry = await bus.append(streams.ROLLOUTS, {"id": str(group_id), "data": b""})
     (delivery,) = await bus.read(streams.ROLLOUTS, RolloutGroup, "reward", 1, 0.1)
     assert delivery.entry_id == entry
-    await bus.hand_over(delivery, streams.EXPERIENCE, builders.experience(group_id, version=7))
+    await bus.hand_over(delivery, streams.EXPERIENCE, payload or builders.experience(group_id, version=7))
     trainer = Trainer(bus, groups=1)
     await trainer.start()
     await trainer.step()
@@ -178,6 +180,31 @@ async def test_a_journal_just_trimmed_by_a_checkpoint_is_sampled_at_the_next_ste
     assert [line["step"] for line in lines(tmp_path, "rollouts.jsonl")] == [2]
 
 
+async def test_a_trained_group_whose_payload_is_lost_is_tried_once_and_passed_over(
+    bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[bytes] = []
+
+    async def whole(data: bytes) -> bytes:
+        tried.append(data)
+        if is_claim(data):
+            raise ShelfLost("no copy is left")
+        return data
+
+    monkeypatch.setattr(bus, "whole", whole)
+    before = UNREAD._value.get()
+    recorder = Recorder(bus, tmp_path, 1)
+    claim = wire.encode(Claim(0, "0" * 64, 10, ()))
+    await commit_group(bus, 0, claim)
+    for _ in range(3):
+        await recorder.catch_up()
+    assert (tried, UNREAD._value.get() - before) == ([claim], 1)
+    await commit_group(bus, 1)
+    await recorder.catch_up()
+    assert [line["group"] for line in lines(tmp_path, "rollouts.jsonl")] == [1]
+    assert tried.count(claim) == 1
+
+
 def test_lines_hold_no_number_that_json_cannot(tmp_path: Path) -> None:
     file = Lines(tmp_path / "a.jsonl")
     file.append([{"a": float("inf"), "b": [float("nan"), 1.5], "c": {"d": "é"}}])
@@ -262,7 +289,7 @@ async def test_a_pause_is_counted_when_it_ends(bus: Bus) -> None:
 async def test_experience_of_the_journal_stays_where_it_is(bus: Bus, tmp_path: Path) -> None:
     await commit_group(bus, 0)
     await Recorder(bus, tmp_path, 1).catch_up()
-    ((_, fields),) = await page(bus, streams.JOURNAL, None, 10)
+    ((_, fields),) = await with_payloads(bus, await page(bus, streams.JOURNAL, None, 10))
     assert wire.decode(fields[b"data"], Experience).group.prompt.group_id == 0
 
 

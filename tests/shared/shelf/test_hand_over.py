@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from penstock.shared.bus.assembly import bare
 from penstock.shared.bus.bus import Bus, Delivery
-from penstock.shared.bus.claims import MOST_REQUEUES, Claim, is_claim, regenerate
+from penstock.shared.bus.claims import MOST_LOSSES, Claim, is_claim, regenerate
 from penstock.shared.bus.encoding import wire
 from penstock.shared.bus.messages import Experience, PolicyVersion, Prompt, RolloutGroup
 from penstock.shared.bus.stores.policy.ledger import Ledger, RunState
@@ -160,7 +160,7 @@ async def test_a_claim_is_small_and_one_of_a_scored_group_has_its_prompt(bus: Bu
 
 async def test_a_group_whose_payload_is_lost_again_and_again_is_buried(bus: Bus, tmp_path: Path) -> None:
     async with served(bus, tmp_path, "a") as bus.shelf, served(bus, tmp_path, "b"):
-        worn = dataclasses.replace(builders.prompt(0), requeues=MOST_REQUEUES)
+        worn = dataclasses.replace(builders.prompt(0), losses=MOST_LOSSES)
         await bus.publish(ROLLOUTS, dataclasses.replace(builders.group(0), prompt=worn), "0")
         (taken,) = await bus.read(ROLLOUTS, RolloutGroup, "reward-0", 1, None)
         assert await bus.hand_over(
@@ -171,6 +171,33 @@ async def test_a_group_whose_payload_is_lost_again_and_again_is_buried(bus: Bus,
         assert await bus.counts() == {"dead:experience": 1}
         ((_, fields),) = await bus.xrange(EXPERIENCE.dead)
         assert b"gone" in fields[b"reason"]
+
+
+async def test_a_group_that_was_stale_many_times_is_not_buried_when_its_payload_is_lost(
+    bus: Bus, tmp_path: Path
+) -> None:
+    async with served(bus, tmp_path, "a") as bus.shelf, served(bus, tmp_path, "b"):
+        stale = dataclasses.replace(builders.prompt(0), requeues=100)
+        await bus.publish(ROLLOUTS, dataclasses.replace(builders.group(0), prompt=stale), "0")
+        (taken,) = await bus.read(ROLLOUTS, RolloutGroup, "reward-0", 1, None)
+        assert await bus.hand_over(
+            taken, EXPERIENCE, dataclasses.replace(builders.experience(0), group=taken.message())
+        )
+        (scored,) = await bus.read(EXPERIENCE, Experience, "trainer", 1, None)
+        await regenerate(bus, scored, ShelfLost("gone"))
+        assert await bus.counts() == {"unavailable": 1}
+        again = (await bus.read(PROMPTS, Prompt, "rollout-0", 1, None))[0].message()
+        assert (again.group_id, again.requeues, again.losses, again.sample) == (0, 101, 1, 0)
+
+
+async def test_a_lost_claim_with_the_prompt_of_another_group_is_buried(bus: Bus) -> None:
+    claim = Claim(0, "0" * 64, 10, (), wire.encode(builders.prompt(7)))
+    await raw(bus).xadd(bus.keys.of(EXPERIENCE), {"id": "0", "data": wire.encode(claim)})
+    (taken,) = await bus.read(EXPERIENCE, Experience, "trainer", 1, None)
+    await regenerate(bus, taken, ShelfLost("gone"))
+    assert await bus.counts() == {"dead:experience": 1}
+    ((_, fields),) = await bus.xrange(EXPERIENCE.dead)
+    assert fields[b"reason"] == b"expected the prompt of group '0', found 7's"
 
 
 async def test_a_step_is_replayed_from_shelves_and_not_if_a_payload_of_it_is_lost(bus: Bus, tmp_path: Path) -> None:

@@ -16,13 +16,14 @@ from penstock.shared.bus.claims import Claim, Holder
 from penstock.shared.bus.keys import GENERATING, RUN
 from penstock.shared.bus.messages import RolloutGroup
 from penstock.shared.bus.stores.replicas.heartbeats import SERVICE
-from penstock.shared.bus.streams import ROLLOUTS
+from penstock.shared.bus.streams import JOURNAL, ROLLOUTS
 from penstock.shared.errors import PeerError, ShelfLost
 from penstock.shared.peers.frames import Frame
 from penstock.shared.shelf import protocol
-from penstock.shared.shelf.shelf import Shelf
+from penstock.shared.shelf.shelf import PUT, Shelf
 from penstock.shared.shelf.store import ShelfFull, Store
 from tests.support import builders
+from tests.support.raw_redis import raw
 from tests.support.shelves import LIMITS, SECRET, reader, served
 
 PAYLOAD = bytes(range(256)) * 40_000
@@ -56,6 +57,22 @@ async def test_the_second_copy_is_on_another_host_if_there_is_one(bus: Bus, tmp_
         served(bus, tmp_path, "c", host="elsewhere"),
     ):
         assert [holder.replica for holder in (await _put(first)).holders] == ["a", "c"]
+
+
+async def test_pods_of_one_node_are_one_machine(bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pod's host is the pod; the chart names the node."""
+    monkeypatch.setenv("NODE_NAME", "node-1")
+    apart, together = PUT.labels("shelved")._value, PUT.labels("same_host")._value
+    before = apart.get(), together.get()
+    async with (
+        served(bus, tmp_path, "a", host="pod-a", node="node-1") as first,
+        served(bus, tmp_path, "b", host="pod-b", node="node-1"),
+    ):
+        assert [holder.replica for holder in (await _put(first)).holders] == ["a", "b"]
+        first._partners_until_s = 0.0
+        async with served(bus, tmp_path, "c", host="pod-c", node="node-2"):
+            assert [holder.replica for holder in (await _put(first)).holders] == ["a", "c"]
+    assert (apart.get() - before[0], together.get() - before[1]) == (1, 1)
 
 
 async def test_without_room_or_a_second_replica_the_bus_carries_the_payload(bus: Bus, tmp_path: Path) -> None:
@@ -130,6 +147,26 @@ async def test_a_sweep_deletes_the_payloads_of_groups_that_left_and_of_no_other(
         assert await bus.bury(delivery, "")
         await first.sweep()
         assert {path.name[:1] for path in tmp_path.glob("a/*")} == {"1", "2"}, "a dead letter may be revived"
+
+
+async def test_a_sweep_reads_no_more_of_the_bus_than_its_own_groups_need(bus: Bus, tmp_path: Path) -> None:
+    """Entries of the journal of an older release have their payloads: a page of 1,000 could fill the server."""
+
+    async def pages() -> int:
+        before = await raw(bus).info("commandstats")
+        await shelf.sweep()
+        after = await raw(bus).info("commandstats")
+        return int(after["cmdstat_xrange"]["calls"] - before.get("cmdstat_xrange", {"calls": 0})["calls"])
+
+    await bus.write(RUN, "HSET", "state", "running")
+    for group in range(30):
+        await bus.append(JOURNAL, {"id": str(group), "step": "1", "data": b"of an older release"})
+    async with served(bus, tmp_path, "a") as shelf, served(bus, tmp_path, "b"):
+        await _put(shelf, b"x" * 2000, 20)
+        assert await pages() == 4 + 3, "of four empty streams, and of the journal up to its 24th entry"
+        await bus.write(GENERATING, "HSET", "20", "prompt")
+        assert await pages() == 0
+        assert len(list(tmp_path.glob("a/20-*"))) == 1
 
 
 async def test_a_stranger_gets_and_leaves_nothing(bus: Bus, tmp_path: Path) -> None:

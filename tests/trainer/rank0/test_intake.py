@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import hashlib
 import os
 import pickle
 import signal
@@ -19,13 +20,14 @@ from penstock.services.trainer.algorithm import group_filter
 from penstock.services.trainer.rank0 import intake as intake_module
 from penstock.services.trainer.rank0.intake import CONSUMER, Intake, Taken
 from penstock.shared.bus.bus import _PAGE_ENTRIES, Bus, Delivery
+from penstock.shared.bus.claims import Claim
 from penstock.shared.bus.encoding import wire
 from penstock.shared.bus.keys import GENERATING
 from penstock.shared.bus.messages import Event, Experience, PolicyVersion, Prompt, Purpose, RolloutGroup, Sample
 from penstock.shared.bus.stores.policy.ledger import Ledger, RunState
 from penstock.shared.bus.stores.replicas.live_settings import Live
 from penstock.shared.bus.streams import EVENTS, EXPERIENCE, PROMPTS, ROLLOUTS
-from penstock.shared.errors import Fenced
+from penstock.shared.errors import Fenced, ShelfLost
 from penstock.shared.settings import Settings
 from tests.conftest import PATIENCE_S, until
 from tests.support import builders
@@ -865,3 +867,52 @@ async def test_episodes_with_prompts_of_their_own_are_taken_and_a_critic_takes_o
     intake = Intake(bus, Live(bus, limited(64, preset=preset)), {V(0): 0})
     async with filling(intake):
         await until(lambda: intake.left["buried"] == 2 - kept and len(intake._held) == kept)
+
+
+class Slow:
+    """A shelf whose payloads are there once ``together`` of them are asked for."""
+
+    def __init__(self, payloads: dict[str, bytes], together: int) -> None:
+        self.payloads, self.together = payloads, together
+        self.asked = self.most = 0
+        self.enough = asyncio.Event()
+
+    def takes(self, size: int) -> bool:
+        return False
+
+    async def put(self, payload: bytes, group_id: int, prompt: bytes = b"") -> Claim | None:
+        return None
+
+    async def fetch(self, claim: Claim) -> bytes:
+        self.asked += 1
+        self.most = max(self.most, self.asked)
+        if self.asked == self.together:
+            self.enough.set()
+        await self.enough.wait()
+        self.asked -= 1
+        if claim.digest not in self.payloads:
+            raise ShelfLost("no copy is left")
+        return self.payloads[claim.digest]
+
+
+@pytest.mark.parametrize("again", [False, True])
+async def test_payloads_are_fetched_several_at_a_time_and_groups_held_in_their_order(bus: Bus, again: bool) -> None:
+    """``again``: by the successor of a trainer that held them."""
+    payloads: dict[str, bytes] = {}
+    for group_id in range(20):
+        payload = wire.encode(builders.experience(group_id))
+        digest = hashlib.sha256(payload).hexdigest()
+        if group_id != 3:
+            payloads[digest] = payload
+        claim = Claim(group_id, digest, len(payload), (), wire.encode(builders.prompt(group_id)))
+        await bus.append(EXPERIENCE, {"id": str(group_id), "data": wire.encode(claim)})
+    if again:
+        assert len(await bus.read(EXPERIENCE, Experience, CONSUMER, 20, None)) == 20
+    bus.shelf = shelf = Slow(payloads, together=4)
+    wide = Settings.model_validate({"algorithm": {"groups_per_step": 10, "max_lag": 1}})
+    intake = Intake(bus, Live(bus, wide), {V(0): 0})
+    async with filling(intake):
+        await until(lambda: len(intake._held) == 19)
+    assert list(intake._held) == [group_id for group_id in range(20) if group_id != 3]
+    assert 4 <= shelf.most <= 8
+    assert await bus.counts() == {"unavailable": 1}, "the lost one is generated again, and no other"

@@ -98,6 +98,16 @@ coordinator rollout reward trainer{{ if (include "penstock.settings" . | fromJso
 {{- if and .root.Values.executor.enabled (or (eq .role "reward") (and (eq .role "episodes") $python)) }}yes{{ end -}}
 {{- end -}}
 
+{{/* "yes" where pods of a role have a shelf for payloads: dict "root" $ "role" …. `penstock up` keeps it in the run's folder. */}}
+{{- define "penstock.hasShelf" -}}
+{{- if and (has .role (list "rollout" "reward" "episodes")) (include "penstock.settings" .root | fromJson).shelves }}yes{{ end -}}
+{{- end -}}
+
+{{/* MiB of a shelf's volume: bus.shelf_bytes, a tenth for the file system, and 1 GiB that the service leaves free. */}}
+{{- define "penstock.shelfMebibytes" -}}
+{{- add (divf (include "penstock.settings" . | fromJson).shelfBytes 953250 | ceil | int64) 1024 -}}
+{{- end -}}
+
 {{/* "yes" where the run has trackers. */}}
 {{- define "penstock.tracks" -}}
 {{- if (include "penstock.settings" . | fromJson).tracks -}}
@@ -137,6 +147,7 @@ yes
       "code" $code
       "executor" (dig "reward" "executor" "address" "" $toml)
       "python" (not (empty (dig "episodes" "executor" "" $toml)))
+      "shelfBytes" (dig "bus" "shelf_bytes" 8589934592 $toml | int64)
       "shelves" (or (gt (dig "bus" "shelve_above_bytes" 0 $toml | int64) (int64 0)) (dig "trainer" "router_replay" false $toml))
       "tracks" (not (empty (dig "tracking" "sinks" list $toml))) | mustToJson -}}
 {{- end -}}
@@ -253,9 +264,6 @@ look it up and makes a new one each time: there, use secrets of your own. */}}
 {{- end -}}
 {{- if and (eq $kind "pod") (ne .Values.run.onFinish "release") -}}
 {{- fail "run.onFinish = keep needs run.kind = jobset or workloads, because `penstock up` ends with its run: change one of them" -}}
-{{- end -}}
-{{- if and (ne $kind "pod") (include "penstock.settings" . | fromJson).shelves -}}
-{{- fail "expected neither bus.shelve_above_bytes nor trainer.router_replay in run.config, found one: the replicas' pods have no folder for shelves yet; remove it, or set run.kind to pod" -}}
 {{- end -}}
 {{- $kind -}}
 {{- end -}}

@@ -181,6 +181,10 @@ spec:
 - {name: PENSTOCK__COORDINATOR__PORT, value: "8000"}
 - {name: PENSTOCK__COORDINATOR__TOKEN_FILE, value: /etc/penstock/api/token}
 {{- end }}
+{{- if include "penstock.hasShelf" . }}
+- {name: PENSTOCK__INTERNAL__SHELF_FOLDER, value: /var/penstock/shelf}
+- {name: NODE_NAME, valueFrom: {fieldRef: {fieldPath: spec.nodeName}}}  # a copy is best on another
+{{- end }}
 {{- if eq .role "episodes" }}
 - {name: PENSTOCK__EPISODES__LISTEN, value: "$(POD_IP):8100"}  # a key is good at its own pod
 {{- end }}
@@ -292,8 +296,10 @@ livenessProbe:
 {{- $devices := dict -}}
 {{- if .gpus }}{{ $_ := set $devices $own.gpu.resource .gpus }}{{ end -}}
 {{- if dig "rdma" "resource" "" $own }}{{ $_ := set $devices $own.rdma.resource (int $own.rdma.count) }}{{ end -}}
+{{- $onNode := and (include "penstock.hasShelf" .) (not .root.Values.storage.shelves.storageClass) -}}
+{{- $disk := ternary (printf "%dMi" (add (include "penstock.shelfMebibytes" .root) 1024)) "1Gi" (not (empty $onNode)) -}}
 requests:
-  {{- toYaml (merge (deepCopy $devices) $own.resources.requests (dict "ephemeral-storage" "1Gi")) | nindent 2 }}
+  {{- toYaml (merge (deepCopy $devices) $own.resources.requests (dict "ephemeral-storage" $disk)) | nindent 2 }}
 limits:
   {{- toYaml (merge (deepCopy $devices) $own.resources.limits) | nindent 2 }}
 {{- end -}}
@@ -323,6 +329,9 @@ limits:
 {{- end }}
 {{- if has .role (list "coordinator" "trainer" "rollout" "tracking" "pod") }}
 - {name: runs, mountPath: /var/penstock/runs{{ if eq .role "rollout" }}, readOnly: true{{ end }}}
+{{- end }}
+{{- if include "penstock.hasShelf" . }}
+- {name: shelf, mountPath: /var/penstock/shelf}
 {{- end }}
 {{- if and .root.Values.storage.data.existingClaim (ne .role "executor") }}
 - {name: data, mountPath: /var/penstock/data, readOnly: true}
@@ -373,6 +382,20 @@ limits:
 {{- end }}
 {{- if has .role (list "coordinator" "trainer" "rollout" "tracking" "pod") }}
 {{ include "penstock.runsVolume" .root }}
+{{- end }}
+{{- if include "penstock.hasShelf" . }}
+- name: shelf
+  {{- $size := printf "%sMi" (include "penstock.shelfMebibytes" .root) }}
+  {{- with $values.storage.shelves.storageClass }}
+  ephemeral:
+    volumeClaimTemplate:
+      spec:
+        accessModes: [ReadWriteOnce]
+        storageClassName: {{ . }}
+        resources: {requests: {storage: {{ $size }}}}
+  {{- else }}
+  emptyDir: {sizeLimit: {{ $size }}}
+  {{- end }}
 {{- end }}
 {{- if and $values.storage.data.existingClaim (ne .role "executor") }}
 - name: data

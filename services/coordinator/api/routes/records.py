@@ -63,6 +63,7 @@ GroupId = Annotated[str, Path(pattern=ENTRY, description="The group's `id`.")]
 Place = Annotated[int, Query(ge=0, le=2**53)]
 ManyTokens = Annotated[int, Query(ge=1, le=10_000, description="Maximum number of tokens.")]
 Groups = Callable[[str | None, int], Awaitable[list[RolloutView]]]
+Trained = Callable[[str | None, int], Awaitable[list[Row]]]
 _SEARCHED, _AT_ONCE = 1000, 50
 """Groups that one request examines; its `next` continues after them."""
 _READING = threading.Lock()
@@ -70,10 +71,10 @@ _OF_ANOTHER = (KeyError, TypeError, ValidationError)
 """Raised by records of another version."""
 
 
-def record_routes(rows: Rows, folder: FilePath) -> APIRouter:
-    """Return the routes for training records."""
+def record_routes(rows: Rows, trained: Trained, folder: FilePath) -> APIRouter:
+    """Return the routes for training records. ``trained``: rows of the journal with their groups, before a cursor."""
     router = APIRouter(prefix="/v1/run", tags=["run"])
-    file, groups = folder / "rollouts.jsonl", functools.partial(_rollouts, rows, folder)
+    file, groups = folder / "rollouts.jsonl", functools.partial(_rollouts, trained, folder)
     curves, reading = functools.cache(lambda: Curves(folder)), threading.Lock()
 
     @router.get("/steps", operation_id="listSteps", summary="The trainer's report of each step, newest first")
@@ -195,8 +196,8 @@ def _memory(entry: str, fields: Mapping[bytes, bytes]) -> MemoryView | None:
     return MemoryView.model_validate({"id": entry, **dataclasses.asdict(report)})
 
 
-async def _rollouts(rows: Rows, folder: FilePath, cursor: str | None, count: int) -> list[RolloutView]:
-    rollouts = list(_journalled(await rows(JOURNAL, cursor, count)))
+async def _rollouts(trained: Trained, folder: FilePath, cursor: str | None, count: int) -> list[RolloutView]:
+    rollouts = list(_journalled(await trained(cursor, count)))
     if len(rollouts) < count:
         before = rollouts[-1].id if rollouts else cursor
         rollouts += await asyncio.to_thread(_recorded, folder / "rollouts.jsonl", before, count - len(rollouts))

@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import logging
+import os
+import socket
 from collections.abc import Sequence
 
 from pydantic import TypeAdapter
@@ -84,6 +86,8 @@ class Heartbeat:
     """What it does until it is ready; empty afterwards."""
     activity_since_s: float = 0.0
     """Unix seconds."""
+    node: str = ""
+    """Machine of its host; empty: of an older Penstock, its host (:func:`own_node`)."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -96,6 +100,11 @@ class Heard:
     """For ``Live.hear``."""
     secret: bytes | None
     """For ``RunSecret.hear``."""
+
+
+def own_node() -> str:
+    """Return the name of this machine, which pods of one node share: NODE_NAME, where the Helm chart sets it, or the host's."""
+    return os.environ.get("NODE_NAME") or socket.gethostname()
 
 
 async def beat_once(bus: Bus, beat: Heartbeat, heartbeat_s: float) -> Heard:

@@ -1,17 +1,16 @@
-"""Pages of the trimmed streams: steps, events, history, and the journal's newest group."""
+"""Pages of the trimmed streams: steps, events, history, and the journal's groups."""
 
 import contextlib
 from collections.abc import Mapping, Sequence
 
 from penstock.shared.bus.bus import Bus
-from penstock.shared.bus.streams import JOURNAL, Row, Stream
+from penstock.shared.bus.streams import Row, Stream
 from penstock.shared.errors import ShelfLost
 
 
 async def page(bus: Bus, stream: Stream, before: str | None, count: int) -> list[Row]:
-    """Return the newest entries before ``before``, newest first."""
-    rows = await bus.xrevrange(stream, f"({before}" if before else "+", count=count)
-    return await with_payloads(bus, rows) if stream is JOURNAL else rows
+    """Return the newest entries before ``before``, newest first; the journal's as they are (:func:`with_payloads`)."""
+    return await bus.xrevrange(stream, f"({before}" if before else "+", count=count)
 
 
 async def with_payloads(bus: Bus, journal: Sequence[Row]) -> list[Row]:
