@@ -17,7 +17,7 @@ from penstock.shared.bus.messages import Experience, PolicyVersion, RolloutGroup
 from penstock.shared.bus.stores.experience.dead_letters import DeadLetterSource, revive
 from penstock.shared.bus.stores.policy.ledger import Ledger, RunState
 from penstock.shared.bus.stores.policy.rollback import begin_rollback
-from penstock.shared.bus.stores.run.records import page
+from penstock.shared.bus.stores.run.records import page, with_payloads
 from penstock.shared.bus.streams import EXPERIENCE, JOURNAL, ROLLOUTS
 from penstock.shared.errors import Fenced
 from tests.conftest import Server
@@ -183,7 +183,8 @@ class Model:
         for delivery in self.taken:
             assert await self.bus.whole(delivery.data) == self.on_stream[int(delivery.group_id)]
         assert [(entry.step, entry.data) for entry in await self.ledger.journal("")] == self.journal
-        newest_first = [fields[b"data"] for _, fields in await page(self.bus, JOURNAL, None, 100)]
+        rows = await with_payloads(self.bus, await page(self.bus, JOURNAL, None, 100))
+        newest_first = [fields[b"data"] for _, fields in rows]
         assert newest_first == [data for _, data in reversed(self.journal)]
 
 
