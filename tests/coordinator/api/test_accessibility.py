@@ -133,9 +133,11 @@ async def test_axe_has_no_objection_to_an_ended_run_and_its_report(tmp_path: Pat
 async def test_nothing_moves_while_the_page_and_the_report_load(parts: Coordinator, bus: Bus, tmp_path: Path) -> None:
     report = write_report(whole_run(tmp_path / "ended")).as_uri()
     async with trained(parts, bus), served(parts, tmp_path, Access()) as url:
-        for width in WIDTHS:
-            for place, drawn in ((url, "#rollouts .text"), (report, "#records details")):
-                async with opened(place, width, before=WATCH_SHIFTS) as page:
+        for place, drawn in ((url, "#rollouts .text"), (report, "#records details")):
+            async with opened(place, before=WATCH_SHIFTS) as page:
+                for width in WIDTHS:
+                    await page.set_viewport_size({"width": width, "height": 900})
+                    await page.reload()
                     await page.locator(drawn).first.wait_for()
                     await page.locator("#memory svg.chart").first.wait_for()
                     await page.evaluate(
