@@ -37,7 +37,7 @@ UNITS = (
     '"',
     "\\",
 )
-SHORT, LONG = 10_000, 1_000_000
+SHORT, LONG = 2_000, 200_000
 
 
 def record(text: str) -> logging.LogRecord:
