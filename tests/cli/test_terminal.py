@@ -1,5 +1,7 @@
 """What commands print fits terminals of 80, 120 and 200 columns: no word of ordinary length is cut."""
 
+import contextlib
+import functools
 import json
 import re
 import subprocess
@@ -11,6 +13,9 @@ import pytest
 from typer.main import get_command
 
 from penstock.services.cli.__main__ import app, main
+from penstock.services.cli.cluster import deployment
+from penstock.services.cli.reports import ended_run
+from penstock.services.cli.reports.ended_run import EndedRun
 from tests.coordinator.records.test_report import whole_run, write_lines
 
 ORDINARY = 20
@@ -38,6 +43,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         (folder / "checkpoints" / "step-000250").mkdir(parents=True)
         (folder / "settings.toml").write_text(
             f'[run]\nsteps = 250\n[trainer]\nlearning_rate = {len(name)}e-6\n[policy]\nmodel = "{name}/a-name-of-a-model"\n'
+            '[[reward.scorers]]\nkind = "answer"\nmode = "exact"\n'
         )
         detail = "the self-test compared logprobs of trainer and engine on the same sequences and found differences"
         events = [{"entry": f"{n}-0", "at_s": 1.8e9 + n, "source": "trainer-0", "name": "self-test passed", "detail": detail} for n in range(9)]  # fmt: skip
@@ -46,6 +52,15 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         rest = {"initial": False, "final": True, "started_at_s": 1.8e9, "seconds": 1.0, "note": ""}
         write_lines(folder / "evaluations.jsonl", [known | rest])
     return {name: str(folder) for name, folder in folders.items()}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _served_once() -> Iterator[None]:
+    """Serve the records of a run to all commands: each would start a process of its own."""
+    with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as ends:
+        patch.setattr(ended_run, "end_later", lambda process: ends.callback(deployment._end, process))
+        patch.setattr(EndedRun, "_serve", functools.cache(EndedRun._serve))
+        yield
 
 
 def words(printed: str) -> set[str]:
