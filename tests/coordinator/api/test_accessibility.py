@@ -82,7 +82,9 @@ async def test_axe_has_no_objection_to_a_run_before_while_and_after_it_is_operat
                     await summary.click()
                 await page.locator("#rollouts [aria-label=Unfold]").first.click()
                 refused["tables and a completion unfolded"] = await violations(page, WIDTHS)
-                await page.evaluate("document.querySelectorAll('details.values').forEach((each) => { each.open = false; })")
+                await page.evaluate(
+                    "document.querySelectorAll('details.values').forEach((each) => { each.open = false; })"
+                )
                 for name in ("Pause…", "Settings…", "Stop…", "Roll back to version 1…", "More of version 1…"):
                     await page.get_by_role("button", name=name).click()
                     await page.locator("dialog[open]").wait_for()
