@@ -232,9 +232,11 @@ def test_nobody_there_is_one_sentence(tmp_path: Path) -> None:
         assert len(shown.stderr.splitlines()) == 1
 
 
+@pytest.mark.usefixtures("served_once")
 def test_a_run_that_has_ended_is_shown_from_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "settings.toml").write_text("run.steps = 6")
     (tmp_path / "summary.json").write_text('{"state": "finished", "steps": 6, "samples_per_s": 3.0}')
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "version": 1, "finished_at_s": 2.0, "reward_mean": 0.5}\n')
     events = [
         {"entry": f"{n}-0", "at_s": 1.5e9 + n, "source": "trainer-0", "name": f"event {n}", "detail": "x"}
         for n in range(9)
@@ -255,7 +257,6 @@ def test_a_run_that_has_ended_is_shown_from_its_folder(tmp_path: Path, capsys: p
         True,
         [],
     )
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "version": 1, "finished_at_s": 2.0, "reward_mean": 0.5}\n')
     assert main(["policies", "--run", str(tmp_path), "--json"]) == 0
     policies = json.loads(capsys.readouterr().out)
     assert [(each["version"], each["parent"], each["metrics"].get("reward_mean")) for each in policies] == [

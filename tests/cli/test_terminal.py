@@ -1,7 +1,5 @@
 """What commands print fits terminals of 80, 120 and 200 columns: no word of ordinary length is cut."""
 
-import contextlib
-import functools
 import json
 import re
 import subprocess
@@ -13,11 +11,9 @@ import pytest
 from typer.main import get_command
 
 from penstock.services.cli.__main__ import app, main
-from penstock.services.cli.cluster import deployment
-from penstock.services.cli.reports import ended_run
-from penstock.services.cli.reports.ended_run import EndedRun
 from tests.coordinator.records.test_report import whole_run, write_lines
 
+pytestmark = pytest.mark.usefixtures("served_once")
 ORDINARY = 20
 """Characters of a word that no column may cut; longer ones, such as paths, are folded."""
 WHOLE = 1000
@@ -52,15 +48,6 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         rest = {"initial": False, "final": True, "started_at_s": 1.8e9, "seconds": 1.0, "note": ""}
         write_lines(folder / "evaluations.jsonl", [known | rest])
     return {name: str(folder) for name, folder in folders.items()}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _served_once() -> Iterator[None]:
-    """Serve the records of a run to all commands: each would start a process of its own."""
-    with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as ends:
-        patch.setattr(ended_run, "end_later", lambda process: ends.callback(deployment._end, process))
-        patch.setattr(EndedRun, "_serve", functools.cache(EndedRun._serve))
-        yield
 
 
 def words(printed: str) -> set[str]:
