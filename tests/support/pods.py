@@ -251,9 +251,9 @@ class Pod:
                 )
                 await before.wait()
             self.process.send_signal(signal.SIGTERM)
-            while self.process.poll() is None:
+            while (code := self.process.poll()) is None:
                 await asyncio.sleep(0.05)
-        return int(self.process.returncode)
+        return int(code)
 
     def kill(self) -> None:
         if self.process is not None:
