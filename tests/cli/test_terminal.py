@@ -13,6 +13,7 @@ from typer.main import get_command
 from penstock.services.cli.__main__ import app, main
 from tests.coordinator.records.test_report import whole_run, write_lines
 
+pytestmark = pytest.mark.usefixtures("served_once")
 ORDINARY = 20
 """Characters of a word that no column may cut; longer ones, such as paths, are folded."""
 WHOLE = 1000
@@ -38,6 +39,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         (folder / "checkpoints" / "step-000250").mkdir(parents=True)
         (folder / "settings.toml").write_text(
             f'[run]\nsteps = 250\n[trainer]\nlearning_rate = {len(name)}e-6\n[policy]\nmodel = "{name}/a-name-of-a-model"\n'
+            '[[reward.scorers]]\nkind = "answer"\nmode = "exact"\n'
         )
         detail = "the self-test compared logprobs of trainer and engine on the same sequences and found differences"
         events = [{"entry": f"{n}-0", "at_s": 1.8e9 + n, "source": "trainer-0", "name": "self-test passed", "detail": detail} for n in range(9)]  # fmt: skip

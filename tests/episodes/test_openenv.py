@@ -1,7 +1,8 @@
 """Episodes with a real OpenEnv server, whose packages live in a Python of their own; the policy is scripted."""
 
+import asyncio
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,15 @@ def halving(prompt: str, *_: Any) -> tuple[str, float]:
     return f'<tool_call>{{"name": "step", "arguments": {{"number":{(low + high) // 2}}}}}</tool_call>', 0.5
 
 
+@pytest.fixture(scope="module")
+def guess() -> Iterator[int]:
+    """The port of a server of a game."""
+    with asyncio.Runner() as runner:
+        server = served(python_with("openenv-core==0.3.0"), SERVER, "guess")
+        yield runner.run(server.__aenter__())
+        runner.run(server.__aexit__(None, None, None))
+
+
 @pytest.fixture
 async def playing(bus: Bus, tmp_path: Path) -> AsyncIterator[Any]:
     async with players(bus, tmp_path) as begin:
@@ -35,17 +45,16 @@ async def playing(bus: Bus, tmp_path: Path) -> AsyncIterator[Any]:
         )
 
 
-async def test_more_episodes_than_the_server_has_places_are_all_played(playing: Any) -> None:
+async def test_more_episodes_than_the_server_has_places_are_all_played(playing: Any, guess: int) -> None:
     """32 samples at 16 places: those without one wait."""
-    async with served(python_with("openenv-core==0.3.0"), SERVER, "guess") as port:
-        player = await playing(port)
-        await player.admit(*range(14), 6, 13)
-        groups = await player.groups(16)
-        assert await player.bus.xrange(streams.EPISODES.dead) == []
-        for group in groups:
-            for sample in group.samples:
-                assert (sample.environment_reward, sample.ended) == (1.0, Ended.STOP)
-                assert "(a number)<eos>a:" in characters().decode(sample.token_ids)
+    player = await playing(guess)
+    await player.admit(*range(14), 6, 13)
+    groups = await player.groups(16)
+    assert await player.bus.xrange(streams.EPISODES.dead) == []
+    for group in groups:
+        for sample in group.samples:
+            assert (sample.environment_reward, sample.ended) == (1.0, Ended.STOP)
+            assert "(a number)<eos>a:" in characters().decode(sample.token_ids)
 
 
 TROUBLE = {
@@ -55,15 +64,16 @@ TROUBLE = {
 }
 
 
-async def test_a_server_that_fails_costs_its_episode_and_an_invalid_action_is_answered(playing: Any) -> None:
+async def test_a_server_that_fails_costs_its_episode_and_an_invalid_action_is_answered(
+    playing: Any, guess: int
+) -> None:
     def script(prompt: str, *_: Any) -> tuple[str, float]:
         return '<tool_call>{"name": "step", "arguments": {"numbers": 1}}</tool_call>', 0.5
 
-    async with served(python_with("openenv-core==0.3.0"), SERVER, "guess") as port:
-        player = await playing(port, script, max_turns=1)
-        await player.admit(5)
-        (group,) = await player.groups(1)
-        assert {sample.environment_reward for sample in group.samples} == {0.0}
+    player = await playing(guess, script, max_turns=1)
+    await player.admit(5)
+    (group,) = await player.groups(1)
+    assert {sample.environment_reward for sample in group.samples} == {0.0}
 
 
 async def test_the_tools_of_an_environment_are_called_by_step(playing: Any) -> None:
@@ -87,13 +97,12 @@ async def test_a_server_that_does_not_answer_is_refused() -> None:
     await hosts.close()
 
 
-async def test_what_a_server_does_wrong_makes_its_episode_unavailable() -> None:
-    async with served(python_with("openenv-core==0.3.0"), SERVER, "guess") as port:
-        for secret, sentence in TROUBLE.items():
-            environment = OpenEnv(f"http://127.0.0.1:{port}", 60.0, 1.0)
-            environment.reset(secret=secret)
-            with pytest.raises((ConnectionError, TemporaryError), match=sentence):
-                played(environment)
+def test_what_a_server_does_wrong_makes_its_episode_unavailable(guess: int) -> None:
+    for secret, sentence in TROUBLE.items():
+        environment = OpenEnv(f"http://127.0.0.1:{guess}", 60.0, 1.0)
+        environment.reset(secret=secret)
+        with pytest.raises((ConnectionError, TemporaryError), match=sentence):
+            played(environment)
 
 
 def played(environment: OpenEnv) -> float:

@@ -1,15 +1,14 @@
 """The audit lists rewarded hacks but no honest work, and runs programs only in the executor."""
 
+import asyncio
 import json
-import os
-import subprocess
-import sys
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from penstock.services.cli.__main__ import main
 from penstock.services.coordinator.records.recorder import rollout_line
 from penstock.services.reward.audit import suites, texts
 from penstock.services.reward.scoring import Scoring
@@ -19,7 +18,7 @@ from penstock.shared.settings import Settings, dumps
 from tests.support import builders
 
 ROOT = Path(__file__).parents[2]
-TIMEOUT_S = 300
+Audit = Callable[..., Awaitable[tuple[int, dict[str, Any], str]]]
 
 
 def settings(folder: Path, scorers: list[dict[str, object]], **tables: object) -> Settings:
@@ -46,11 +45,18 @@ async def record(run: Settings, groups: Sequence[tuple[str, str, tuple[str, ...]
     return folder
 
 
-def audit(folder: Path, *flags: str) -> tuple[int, dict[str, Any], str]:
-    """Return exit code, report and standard error of the command."""
-    command = [sys.executable, "-m", "penstock.services.cli", "audit-rewards", str(folder), "--json", *flags]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
-    return done.returncode, json.loads(done.stdout) if done.stdout else {}, done.stderr
+@pytest.fixture
+def audit(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Audit:
+    """The command, which has an event loop of its own; it returns its exit code, report and standard error."""
+    monkeypatch.chdir(ROOT)
+
+    async def audited(folder: Path, *flags: str) -> tuple[int, dict[str, Any], str]:
+        capsys.readouterr()
+        code = await asyncio.to_thread(main, ["audit-rewards", str(folder), "--json", *flags])
+        printed = capsys.readouterr()
+        return code, json.loads(printed.out) if printed.out else {}, printed.err
+
+    return audited
 
 
 def checks(report: dict[str, Any]) -> list[tuple[str, int, int]]:
@@ -62,12 +68,14 @@ LENIENT: list[dict[str, object]] = [
 ]
 
 
-async def test_a_policy_that_restates_the_question_is_found_and_an_honest_one_is_not(tmp_path: Path) -> None:
+async def test_a_policy_that_restates_the_question_is_found_and_an_honest_one_is_not(
+    tmp_path: Path, audit: Audit
+) -> None:
     hacked = [("12+34=", "46", ("\\boxed{12+34}", "\\boxed{46}")), ("20+3=", "23", ("\\boxed{20+3}", "\\boxed{7}"))]
     folder = await record(settings(tmp_path, LENIENT), hacked)
     recorded = [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
     assert [[each["reward"] for each in line["completions"]] for line in recorded] == [[1.0, 1.0], [1.0, 0.0]]
-    code, report, _ = audit(folder)
+    code, report, _ = await audit(folder)
     assert code == 1
     assert ("strict answer", 0, 0) in checks(report)
     assert ("strict answer", 1, 0) in checks(report)
@@ -75,27 +83,27 @@ async def test_a_policy_that_restates_the_question_is_found_and_an_honest_one_is
     assert (report["groups"], report["completions"]) == (2, 3)
 
 
-async def test_a_run_of_honest_answers_has_no_disagreement_and_exit_code_0(tmp_path: Path) -> None:
+async def test_a_run_of_honest_answers_has_no_disagreement_and_exit_code_0(tmp_path: Path, audit: Audit) -> None:
     honest = [
         ("12+34=", "46", ("\\boxed{46}", "\\boxed{45}")),
         ("1/2=", "\\frac{1}{2}", ("So \\boxed{\\frac{1}{2}}", "0")),
     ]
-    code, report, _ = audit(await record(settings(tmp_path, LENIENT), honest))
+    code, report, _ = await audit(await record(settings(tmp_path, LENIENT), honest))
     assert (code, report["disagreements"], report["checked"]["strict answer"]) == (0, [], 2)
 
 
-async def test_the_sample_is_as_large_as_asked_and_the_same_for_the_same_seed(tmp_path: Path) -> None:
+async def test_the_sample_is_as_large_as_asked_and_the_same_for_the_same_seed(tmp_path: Path, audit: Audit) -> None:
     groups = [(f"{n}+0=", str(n), (f"\\boxed{{{n}+0}}", "no")) for n in range(10, 22)]
     folder = await record(settings(tmp_path, LENIENT), groups)
-    first, again = (audit(folder, "--sample", "4", "--seed", "7")[1] for _ in range(2))
+    first, again = [(await audit(folder, "--sample", "4", "--seed", "7"))[1] for _ in range(2)]
     assert first == again
     assert first["groups"] == 4
-    code, none, _ = audit(folder, "--above", "2")
+    code, none, _ = await audit(folder, "--above", "2")
     assert (code, none["groups"], none["disagreements"]) == (0, 0, [])
 
 
 async def test_rewarded_programs_that_fail_the_suite_are_found_in_an_executor_of_the_audits_own(
-    tmp_path: Path,
+    tmp_path: Path, audit: Audit
 ) -> None:
     tests = ["assert f(1) == 2", "assert f(2) == 3"]
     (tmp_path / "data.jsonl").write_text(json.dumps({"prompt": "f adds 1", "tests": tests}))
@@ -115,26 +123,27 @@ async def test_rewarded_programs_that_fail_the_suite_are_found_in_an_executor_of
     run.run_folder.mkdir()
     (run.run_folder / "settings.toml").write_text(dumps(run))
     (run.run_folder / "rollouts.jsonl").write_text(json.dumps({**row, "completions": completions}) + "\n")
-    code, report, _ = audit(run.run_folder)
+    code, report, _ = await audit(run.run_folder)
     assert (code, checks(report)) == (1, [("all tests, shuffled", 0, 1)])
     assert report["checked"]["wrong expected values"] == 2
 
 
-def test_what_cannot_be_audited_is_exit_code_2_and_one_sentence(tmp_path: Path) -> None:
-    code, report, said = audit(tmp_path / "none")
+async def test_what_cannot_be_audited_is_exit_code_2_and_one_sentence(tmp_path: Path, audit: Audit) -> None:
+    code, report, said = await audit(tmp_path / "none")
     assert (code, report) == (2, {})
     assert said.startswith("penstock audit-rewards: no run's folder or settings file at ")
 
 
-async def test_nothing_that_a_model_wrote_moves_the_cursor(tmp_path: Path) -> None:
+async def test_nothing_that_a_model_wrote_moves_the_cursor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     hostile = "\x1b[2J\u202e\x1b]0;owned\x07 \\boxed{12+34}"
     folder = await record(settings(tmp_path, LENIENT), [("12+34=", "46", (hostile, "no"))])
-    command = [sys.executable, "-m", "penstock.services.cli", "audit-rewards", str(folder)]
-    wide = {**os.environ, "COLUMNS": "400"}
-    done = subprocess.run(command, cwd=ROOT, env=wide, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
-    assert done.returncode == 1
-    assert "owned" in done.stdout
-    assert not {"\x1b", "\x07", "\u202e"} & set(done.stdout)
+    monkeypatch.setenv("COLUMNS", "400")
+    assert await asyncio.to_thread(main, ["audit-rewards", str(folder)]) == 1
+    printed = capsys.readouterr().out
+    assert "owned" in printed
+    assert not {"\x1b", "\x07", "\u202e"} & set(printed)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from penstock.shared.model.rendering import chat_template
 from penstock.shared.model.rendering.chat_template import TemplateEndless, TemplateFailed, View, render, render_views
 
 TURNS = [{"role": "user", "content": "12+34="}]
-NESTED = "{% for a in range(99999) %}{% for b in range(99999) %}{{ a }}{% endfor %}{% endfor %}"
+NESTED = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 
 
 def tokenizer(template: str) -> Any:

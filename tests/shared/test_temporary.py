@@ -64,6 +64,14 @@ bound.bind(get_open_zmq_ipc_path())
 print("bound", flush=True)
 bound.recv()
 """
+SOCKET_AT_THE_PATH = """
+import os, uuid, zmq
+bound = zmq.Context().socket(zmq.PULL)
+bound.bind(f"ipc://{os.environ['VLLM_RPC_BASE_PATH']}/{uuid.uuid4()}")
+print("bound", flush=True)
+bound.recv()
+"""
+"""As vLLM's, without its import."""
 
 
 @pytest.fixture(autouse=True)
@@ -178,9 +186,11 @@ def test_an_old_socket_on_which_no_process_listens_is_removed(folder: Path) -> N
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs the extra vllm")
-@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
-def test_sockets_of_a_killed_vllm_engine_do_not_stay(start: Start, folder: Path, end: signal.Signals) -> None:
-    replica = start(ENGINE, SOCKET)
+@pytest.mark.parametrize(("end", "socket"), [(signal.SIGTERM, SOCKET), (signal.SIGKILL, SOCKET_AT_THE_PATH)])
+def test_sockets_of_a_killed_vllm_engine_do_not_stay(
+    start: Start, folder: Path, end: signal.Signals, socket: str
+) -> None:
+    replica = start(ENGINE, socket)
     place = Path(line(replica))
     assert place.parent == folder
     assert len(list(place.glob("????????-????-*"))) == 1, "the engine was killed and left its socket"

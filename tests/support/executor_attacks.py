@@ -145,7 +145,7 @@ ATTACKS = (
         "import resource\nfor kind in (resource.RLIMIT_AS, resource.RLIMIT_CPU, resource.RLIMIT_NOFILE):\n"
         "  attempt('got', lambda: resource.setrlimit(kind, (-1, -1)) or 'raised')",
     ),
-    Attack("recurses deeply", "sys.setrecursionlimit(1 << 30)\ndef f(n): return f(n + 1)\nf(0)", MEMORY + ERROR + TIMEOUT),
+    Attack("recurses deeply", "sys.setrecursionlimit(1 << 30)\ndef f(n): return f(n + 1)\nf(0)", MEMORY + ERROR + TIMEOUT, cpu_s=1.0),
     Attack("breaks its own memory", "ctypes.string_at(0)", ERROR),
     # ------------------------------------------------------------------ files
     Attack(

@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NoReturn, cast
 
@@ -98,9 +98,14 @@ def start(
     if not forked:
         command = [sys.executable, "-m", module, *words]
         return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=output)
-    job = {"module": module, "arguments": words, "environment": environment}
-    ended, tells = os.pipe()
     with_vllm = "--rollout.engine=vllm" in words or module.startswith(("vllm.", "tests.support.vllm_"))
+    return fork([module, *words], environment, output, with_vllm=with_vllm)
+
+
+def fork(command: Sequence[str], environment: Mapping[str, str], output: IO[Any], *, with_vllm: bool = False) -> Forked:
+    """Start a module with its arguments as a fork in its own session, with this environment alone."""
+    job = {"module": command[0], "arguments": command[1:], "environment": environment}
+    ended, tells = os.pipe()
     link = _forge_with_vllm() if with_vllm else _forge()
     socket.send_fds(link, [json.dumps(job).encode()], [output.fileno(), tells])
     os.close(tells)

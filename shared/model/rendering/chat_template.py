@@ -16,6 +16,7 @@ import contextlib
 import dataclasses
 import fcntl
 import functools
+import importlib.util
 import json
 import os
 import resource
@@ -228,6 +229,10 @@ def _answer(question: dict[str, Any]) -> dict[str, Any]:
 
 
 def _serve() -> None:
+    for name in ("transformers", "transformers.utils"):  # without their own imports, of everything models need
+        spec = importlib.util.find_spec(name)
+        assert spec is not None
+        sys.modules[name] = importlib.util.module_from_spec(spec)
     import transformers.utils.chat_template_utils  # noqa: F401 (before its time is counted)
 
     pages = int(Path("/proc/self/statm").read_text().split()[0]) if sys.platform == "linux" else 0

@@ -5,9 +5,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from penstock.services.cli.__main__ import main
 from penstock.services.cli.reports.data_check import histogram
 from tests.support.hub_server import COMMIT, hub
 
@@ -15,7 +17,13 @@ ROOT = Path(__file__).parents[3]
 TRAIN = b'{"prompt": "12+34=", "answer": 46}\n{"prompt": "1+1=", "answer": 2}\n{"question": "?"}\n'
 
 
+@pytest.fixture(autouse=True)
+def _in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+
+
 def python(folder: Path, url: str, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run Python where libraries of the hub, which read its address at their import, find one at ``url``."""
     environment = {**os.environ, "HF_ENDPOINT": url, "HF_HOME": str(folder / "cache")}
     return subprocess.run(
         [sys.executable, *words], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
@@ -62,16 +70,15 @@ def test_the_check_shows_what_a_dataset_on_a_hub_trains_on(tmp_path: Path) -> No
     ]
 
 
-def test_the_check_shows_both_completions_of_a_pair(tmp_path: Path) -> None:
+def test_the_check_shows_both_completions_of_a_pair(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "pairs.jsonl").write_text(
         '{"prompt": "12+34=", "chosen": "46", "rejected": "47"}\n{"prompt": "1+1=", "chosen": "2"}\n'
     )
     config = Path(settings(tmp_path, str(tmp_path / "pairs.jsonl")))
     columns = 'completion_field = "chosen"\nrejected_field = "rejected"\n[algorithm]\npreset = "dpo"\n'
     config.write_text(config.read_text() + columns)
-    checked = python(tmp_path, "http://127.0.0.1:9", "-m", "penstock.services.cli", "data", "check", str(config))
-    assert checked.returncode == 0, checked.stderr
-    shown = checked.stdout.splitlines()
+    assert main(["data", "check", str(config)]) == 0
+    shown = capsys.readouterr().out.splitlines()
     assert shown[0] == f"training: {tmp_path}/pairs.jsonl: 1 preference pairs"
     assert "pairs.jsonl:2: expected a completion in 'rejected'" in shown[2]
     assert [line.partition("(")[0] for line in shown if "completion (" in line] == [
@@ -81,22 +88,23 @@ def test_the_check_shows_both_completions_of_a_pair(tmp_path: Path) -> None:
     assert [line.partition(": ")[2][:2] for line in shown if "completion (" in line] == ["46", "47"]
 
 
-def test_flags_change_what_is_checked(tmp_path: Path) -> None:
+def test_flags_change_what_is_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "demonstrations.jsonl").write_text('{"prompt": "12+34=", "sum": "46"}\n')
     config = settings(tmp_path, "another.jsonl")
     flags = ("--data.path", str(tmp_path / "demonstrations.jsonl"), "--data.completion_field", "sum")
-    words = ("-m", "penstock.services.cli", "data", "check", config, *flags, "--algorithm.loss=cross_entropy")
-    checked = python(tmp_path, "http://127.0.0.1:9", *words)
-    assert checked.returncode == 0, checked.stderr
-    assert checked.stdout.startswith(f"training: {tmp_path}/demonstrations.jsonl: 1 demonstrations\n")
+    assert main(["data", "check", config, *flags, "--algorithm.loss=cross_entropy"]) == 0
+    assert capsys.readouterr().out.startswith(f"training: {tmp_path}/demonstrations.jsonl: 1 demonstrations\n")
 
 
-def test_counting_the_rows_of_an_epoch_prints_only_the_refusal(tmp_path: Path) -> None:
+def test_counting_the_rows_of_an_epoch_prints_only_the_refusal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "demonstrations.jsonl").write_text('{"prompt": "12+34="}\n' * 20)
     config = settings(tmp_path, str(tmp_path / "demonstrations.jsonl"))
-    started = python(tmp_path, "http://127.0.0.1:9", "-m", "penstock.services.cli", "sft", config, "--epochs", "1")
-    assert (started.returncode, started.stdout) == (2, "")
-    assert started.stderr.startswith("penstock sft: expected at most 10 bad rows in "), started.stderr
+    assert main(["sft", config, "--epochs", "1"]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("penstock sft: expected at most 10 bad rows in ")
 
 
 PINNING = """
@@ -143,49 +151,49 @@ def test_lengths_are_counted_in_ranges(tokens: list[int], rows: list[str]) -> No
     assert histogram(tokens) == rows
 
 
-def scored(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
-    (folder / "train.jsonl").write_text('{"prompt": "12+34=", "answer": 46}\n{"prompt": "1+1=", "answer": 2}\n')
-    (folder / "mine.py").write_text(
+@pytest.fixture
+def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Check two rows with scorers of a module of the user's; return the exit code and what was printed."""
+    (tmp_path / "train.jsonl").write_text('{"prompt": "12+34=", "answer": 46}\n{"prompt": "1+1=", "answer": 2}\n')
+    (tmp_path / "mine.py").write_text(
         "def right(completions, answer, **_):\n    return [float(c == str(a)) for c, a in zip(completions, answer)]\n\n"
         "def wrong(completions, **_):\n    return [1.0]\n\n"
         "def picky(completions, answer, **_):\n    return [1 / (a - 2) for a in answer]\n"
     )
-    environment = {**os.environ, "PYTHONPATH": str(folder)}
-    words = ("-m", "penstock.services.cli", "data", "check", settings(folder, str(folder / "train.jsonl")), *flags)
-    return subprocess.run(
-        [sys.executable, *words, "--data.filter="],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def check(*flags: str) -> tuple[int, Any]:
+        words = ["data", "check", settings(tmp_path, str(tmp_path / "train.jsonl")), *flags, "--data.filter="]
+        return main(words), capsys.readouterr()
+
+    return check
 
 
 def trl(function: str) -> str:
     return f'--reward.scorers=[{{kind = "trl", functions = ["mine:{function}"]}}, {{kind = "random"}}]'
 
 
-def test_the_scorers_are_tried_on_answers_and_on_a_trivial_completion(tmp_path: Path) -> None:
-    checked = scored(tmp_path, trl("right"))
-    assert checked.returncode == 0, checked.stderr
-    assert "scorer trl: '46' 1, '2' 1, '0' 0, '0' 0" in checked.stdout.splitlines()
-    assert "scorer random: '46' " in checked.stdout
+def test_the_scorers_are_tried_on_answers_and_on_a_trivial_completion(check: Any) -> None:
+    code, printed = check(trl("right"))
+    assert code == 0, printed.err
+    assert "scorer trl: '46' 1, '2' 1, '0' 0, '0' 0" in printed.out.splitlines()
+    assert "scorer random: '46' " in printed.out
 
 
-def test_a_scorer_that_fails_on_every_row_is_refused(tmp_path: Path) -> None:
-    checked = scored(tmp_path, trl("wrong"))
-    assert checked.returncode == 2
-    assert "expected 2 rewards from the function, one per completion, found 1" in checked.stderr
+def test_a_scorer_that_fails_on_every_row_is_refused(check: Any) -> None:
+    code, printed = check(trl("wrong"))
+    assert code == 2
+    assert "expected 2 rewards from the function, one per completion, found 1" in printed.err
 
 
-def test_a_scorer_that_fails_on_a_row_is_reported(tmp_path: Path) -> None:
-    checked = scored(tmp_path, trl("picky"))
-    assert checked.returncode == 1
-    assert "train.jsonl:2: picky: ZeroDivisionError" in checked.stdout
+def test_a_scorer_that_fails_on_a_row_is_reported(check: Any) -> None:
+    code, printed = check(trl("picky"))
+    assert code == 1
+    assert "train.jsonl:2: picky: ZeroDivisionError" in printed.out
 
 
-def test_a_function_that_cannot_be_imported_is_refused(tmp_path: Path) -> None:
-    checked = scored(tmp_path, "--algorithm.loss=nomod:fn")
-    assert checked.returncode == 2
-    assert "algorithm.loss = nomod:fn: ModuleNotFoundError" in checked.stderr
+def test_a_function_that_cannot_be_imported_is_refused(check: Any) -> None:
+    code, printed = check("--algorithm.loss=nomod:fn")
+    assert code == 2
+    assert "algorithm.loss = nomod:fn: ModuleNotFoundError" in printed.err

@@ -82,6 +82,9 @@ async def test_axe_has_no_objection_to_a_run_before_while_and_after_it_is_operat
                     await summary.click()
                 await page.locator("#rollouts [aria-label=Unfold]").first.click()
                 refused["tables and a completion unfolded"] = await violations(page, WIDTHS)
+                await page.evaluate(
+                    "document.querySelectorAll('details.values').forEach((each) => { each.open = false; })"
+                )
                 for name in ("Pause…", "Settings…", "Stop…", "Roll back to version 1…", "More of version 1…"):
                     await page.get_by_role("button", name=name).click()
                     await page.locator("dialog[open]").wait_for()
@@ -133,9 +136,11 @@ async def test_axe_has_no_objection_to_an_ended_run_and_its_report(tmp_path: Pat
 async def test_nothing_moves_while_the_page_and_the_report_load(parts: Coordinator, bus: Bus, tmp_path: Path) -> None:
     report = write_report(whole_run(tmp_path / "ended")).as_uri()
     async with trained(parts, bus), served(parts, tmp_path, Access()) as url:
-        for width in WIDTHS:
-            for place, drawn in ((url, "#rollouts .text"), (report, "#records details")):
-                async with opened(place, width, before=WATCH_SHIFTS) as page:
+        for place, drawn in ((url, "#rollouts .text"), (report, "#records details")):
+            async with opened(place, before=WATCH_SHIFTS) as page:
+                for width in WIDTHS:
+                    await page.set_viewport_size({"width": width, "height": 900})
+                    await page.reload()
                     await page.locator(drawn).first.wait_for()
                     await page.locator("#memory svg.chart").first.wait_for()
                     await page.evaluate(

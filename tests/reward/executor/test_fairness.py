@@ -69,11 +69,13 @@ async def test_threads_that_wait_for_one_another_are_charged_for_it(executor: Ex
     )
 
 
+@pytest.mark.parametrize("executor", ["namespace"], indirect=True)  # its supervisor is that of every way
 async def test_a_sleeper_is_killed_at_its_deadline_however_busy_the_machine_is(core: int, executor: Executor) -> None:
     ended = await executor.run(Job("import time; time.sleep(1000)", limits=Limits(wall_s=0.5)))
     assert (ended.outcome, ended.detail) == (Outcome.TIMEOUT, "ran longer than 0.5 s")
 
 
+@pytest.mark.parametrize("executor", ["namespace"], indirect=True)  # its supervisor is that of every way
 async def test_waiting_has_an_end(core: int, executor: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "LONGEST", 2)
     ended = await executor.run(Job("while True: pass", limits=Limits(wall_s=1.0, cpu_s=60.0)))
