@@ -36,7 +36,8 @@ def check_kind(path: Path, setting: str) -> None:
     """Raise SettingsError if the file ``path`` is not of a known kind."""
     if path.suffix not in _FILE_KINDS:
         raise SettingsError(
-            f"expected .jsonl, .parquet, or a folder of a Hugging Face dataset, found {path}: change {setting}"
+            f"expected .jsonl, .parquet, or a folder of a Hugging Face dataset, found {path}: convert it "
+            f"(datasets.Dataset.from_csv(…).to_json(…), for one), or change {setting}"
         )
 
 

@@ -60,6 +60,8 @@ def make(path: Path | None, flags: Sequence[str], *, environment: bool) -> None:
         shown, before = "run.toml", f"`cd {shown}`, "
     else:
         _write(path, _checked(path, given(flags)))
+        if lacking := [key for key in ("policy.model", "data.path") if key not in given(flags)]:
+            before = f"set {' and '.join(lacking)} in it, "
     console.say(f"{path}: next, {before}`penstock data check {shown}` and `penstock up {shown}`")
 
 

@@ -175,7 +175,7 @@ async def test_a_replica_whose_logprobs_are_not_the_trainers_pauses_the_run(bus:
     paused = await ledger.status()
     assert (paused.state, paused.reason) == (
         RunState.PAUSED,
-        "guard probe: rollout-1: a gap of 0.33 nats; resume, roll back, or change [guards]",
+        "guard probe: rollout-1: a gap of 0.33 nats; correct the cause and resume, roll back, or change [guards]",
     )
     await ledger.transition(RunState.RUNNING, "test", [RunState.PAUSED])
     parts.monitor.forget()
@@ -251,7 +251,7 @@ async def test_a_guard_that_pauses_says_why_everywhere_and_a_resumed_run_has_its
         await until(lambda: _is(ledger, RunState.PAUSED))
         reason = (await ledger.status()).reason
         assert reason.startswith("guard no_signal: in 2 steps no group had two different rewards")
-        assert reason.endswith("resume, roll back, or change [guards]")
+        assert reason.endswith("correct the cause and resume, roll back, or change [guards]")
         assert [guard.guard for guard in (await parts.monitor.view()).guards] == ["no_signal"]
         assert _trip_count("no_signal", "pause") == before + 1
         await ledger.transition(RunState.RUNNING, "test", [RunState.PAUSED])

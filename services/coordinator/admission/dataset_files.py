@@ -74,7 +74,7 @@ def _line(content: bytes) -> DatasetRow:
     if (values := 1 + sum(map(content.count, (b",", b"[", b"{")))) > _ROW_VALUES:
         return BadRow(f"expected at most {_ROW_VALUES} values on a line, found {values} separators")
     try:
-        value = json.loads(content)
+        value = json.loads(content.decode())  # of bytes it would guess UTF-16
     except UnicodeDecodeError as error:
         return BadRow(f"expected UTF-8, found {error.reason} at byte {error.start + 1}")
     except (ValueError, RecursionError) as error:

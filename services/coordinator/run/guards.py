@@ -350,6 +350,6 @@ class Guards:
         log.warning("guard tripped", extra={"guard": name, "action": action, "detail": sentence})
         await tell(self._bus, "guard", f"guard {name}", sentence, guard=name, action=action)
         if action == "pause":
-            reason = f"guard {name}: {sentence}; resume, roll back, or change [guards]"
+            reason = f"guard {name}: {sentence}; correct the cause and resume, roll back, or change [guards]"
             await self._ledger.transition(RunState.PAUSED, reason, [RunState.RUNNING])
             self._changed()

@@ -115,6 +115,8 @@ def test_bytes_that_are_not_utf8_are_a_bad_row(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"prompt": "caf\xe9"}\n\xef\xbb\xbf\n{"prompt": "q"}\n')
     assert "a.jsonl:1: expected UTF-8, found" in refusal(path, max_bad_rows=0)
+    path.write_bytes('{"prompt": "q"}'.encode("utf-16"))  # which json.loads would take
+    assert "a.jsonl:1: expected UTF-8, found" in refusal(path, max_bad_rows=0)
 
 
 def test_a_byte_order_mark_and_blank_lines_are_passed_over(tmp_path: Path) -> None:
