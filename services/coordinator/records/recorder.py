@@ -175,7 +175,8 @@ class Recorder:
         chosen = await with_payloads(self._bus, (of_step or rows)[:1])
         for entry, experience in _decoded(chosen, Experience):  # none just after a checkpoint; retried at the next step
             line = journal_line(entry, chosen[0][1], experience)
-            self._append(files.rollouts, [] if entry == _entry(files.rollouts) else [line])
+            new = [] if entry == _entry(files.rollouts) else [line]
+            await asyncio.to_thread(self._append, files.rollouts, new)  # a long group's text; thinning reads the file
             files.sampled_step = max(int(chosen[0][1][b"step"]), files.step)
 
 
