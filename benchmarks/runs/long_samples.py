@@ -135,7 +135,7 @@ def decode(tokens: int, samples: int, folder: Path) -> dict[str, Figures]:
 
 @torch.inference_mode()
 def cache(tokens: int, samples: int, folder: Path) -> dict[str, Figures]:
-    """What it costs to add a token to a cache of so many: to transformers' own, and to ours."""
+    """Add a token to a cache of ``tokens``: to transformers' own, and to ours."""
     figures, added = dict[str, Figures](), torch.zeros(2, samples, 1, 1, 16)
     for name, has_room in (("of transformers", False), ("with room", True)):
         held = DynamicCache()
