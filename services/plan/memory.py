@@ -333,7 +333,7 @@ def engine_memory(work: Workload, options: EngineOptions, room_bytes: float, tot
     copies = options.engines * _shadow_bytes(work, options.tensor_parallel)
     shadow = Component("shadow", copies if options.shadow and not work.lora_rank else 0.0, _SHADOW)
     free = min(options.utilization * total_bytes, room_bytes - shadow.nbytes) - total(fixed)
-    per_token = kv_bytes(work, options.tensor_parallel)
+    per_token = kv_bytes(work, options.tensor_parallel, work.longest)
     needed = per_token * options.sequences * work.longest
     cache = Component("key-value cache", max(0.0, min(free, needed)), f"lower sampling.max_new_tokens, or {parallel}")
     return EngineMemory([*fixed, shadow, cache], cache.nbytes / per_token if per_token else 0.0)
@@ -367,6 +367,9 @@ def several_engines(
 _SHADOW = 'set weights.shadow = "bucketed"'
 
 
-def kv_bytes(work: Workload, tensor_parallel: int) -> float:
-    """Return the cache of one token on each GPU of a replica; heads are copied where fewer than GPUs."""
-    return work.shape.kv_per_token * work.weight_bytes / min(tensor_parallel, work.shape.kv_heads)
+def kv_bytes(work: Workload, tensor_parallel: int, tokens: float) -> float:
+    """Return the cache of one token on each GPU of a replica, on average over a sequence of ``tokens``, of which layers with
+    a window keep that part; heads are copied where fewer than GPUs."""
+    shape = work.shape
+    numbers = shape.kv_per_token + shape.kv_per_windowed_token * min(1.0, shape.window / max(1.0, tokens))
+    return numbers * work.weight_bytes / min(tensor_parallel, shape.kv_heads)

@@ -131,7 +131,7 @@ def _busy_seconds(work: Workload, cluster: Cluster, tensor_parallel: int, engine
     gpu, shape, each = cluster.gpu, work.shape, max(1.0, sequences / engines)
     context = work.prompt_tokens + work.sample_tokens / 2
     used = shape.weights if each * shape.active > shape.decoder else shape.active * each + shape.embeddings
-    moved = used * work.weight_bytes / tensor_parallel + each * context * kv_bytes(work, tensor_parallel)
+    moved = used * work.weight_bytes / tensor_parallel + each * context * kv_bytes(work, tensor_parallel, context)
     moved += each * shape.vocabulary * 4 * _LOGIT_COPIES / tensor_parallel
     busy = moved / (gpu.bytes_per_s * REACHED) + shape.layers * _LAYER_S
     if tensor_parallel > 1:

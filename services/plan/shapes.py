@@ -3,7 +3,8 @@
 ::
 
     decoder = layers · (attention + MLP or experts)        a token uses `experts per token` of the experts
-    kv      = layers · 2 · kv heads · head size            or layers · (kv_lora_rank + rope), with latent attention
+    kv      = layers · 2 · kv heads · head size            or layers · (kv_lora_rank + rope), with latent attention;
+              of layers with a window at most that many tokens are kept, of linear attention none
     saved   = what a layer keeps for its backward pass, per token: its input, both norms, queries, keys, values,
               attention's result, gate, up and their product
 
@@ -71,6 +72,7 @@ class Shape:
     layers: int
     hidden: int
     kv_heads: int
+    """Ranks among which a token's cache can be divided: 1 with latent attention."""
     head_dim: int
     vocabulary: int
     decoder: int
@@ -82,6 +84,10 @@ class Shape:
     """The MLP's width, of the experts that a token uses."""
     attention_width: int
     kv_per_token: int
+    """Of layers that keep all tokens."""
+    kv_per_windowed_token: int
+    window: int
+    """In tokens; 0: no layer has one."""
     saved_per_token: int
     """In one layer."""
     linear_sides: int
@@ -147,11 +153,12 @@ def _shape(fields: Config, name: str) -> Shape:
     matrices, kv, width = _attention(fields, hidden, heads, kv_heads, head)
     every, used, inner, copied = _mlp(fields, hidden)
     attention = sum(rows * columns for rows, columns in matrices)
+    window, windowed, without = _layers_that_forget(fields)
     return Shape(
         name=name,
         layers=layers,
         hidden=hidden,
-        kv_heads=kv_heads,
+        kv_heads=1 if fields.get("kv_lora_rank") else kv_heads,
         head_dim=head,
         vocabulary=fields["vocab_size"],
         decoder=layers * (attention + every),
@@ -159,10 +166,22 @@ def _shape(fields: Config, name: str) -> Shape:
         embeddings=fields["vocab_size"] * hidden * (1 if fields.get("tie_word_embeddings") else 2),
         inner=inner,
         attention_width=layers * width,
-        kv_per_token=layers * kv,
+        kv_per_token=(layers - windowed - without) * kv,
+        kv_per_windowed_token=windowed * kv,
+        window=window,
         saved_per_token=4 * hidden + 2 * width + 2 * kv_heads * head + 3 * inner + copied,
         linear_sides=sum(rows + columns for rows, columns in matrices) + 3 * (hidden + inner),
     )
+
+
+def _layers_that_forget(fields: Config) -> tuple[int, int, int]:
+    """Return the window, and the layers with it and those with linear attention, where the config names them: others count
+    as keeping every token."""
+    layers, pattern = fields["num_hidden_layers"], fields.get("sliding_window_pattern")
+    kinds = list(fields.get("layer_types") or ())
+    window = (fields.get("sliding_window") or 0) if fields.get("use_sliding_window", True) else 0
+    windowed = kinds.count("sliding_attention") if kinds or not pattern else layers - layers // pattern
+    return window, windowed if window else 0, kinds.count("linear_attention")
 
 
 def _attention(

@@ -39,6 +39,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 TIMEOUT_S = 120.0
+_TOKENS_PER_S = 5_000
+"""That an endpoint reads at least; the samples of a group are asked for together."""
 _IDS_PER_REQUEST = 1024
 _ENTRY_BYTES = 128
 """Of a most probable token in an answer's JSON: vLLM's have about 80."""
@@ -67,7 +69,7 @@ class EndpointTeacher:
             f"logprob of each token and of {self._top_k} most probable ones"
             if self._top_k
             else "logprob of each token",
-            timeout_s=TIMEOUT_S,
+            timeout_s=max(TIMEOUT_S, settings.sampling.group_size * settings.sampling.max_new_tokens / _TOKENS_PER_S),
         )
         self._comparing = asyncio.Lock()
         self._tokenizer: Any = None

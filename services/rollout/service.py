@@ -72,6 +72,8 @@ GENERATE = Histogram(
 RATE_WINDOW_S = 10.0
 _MAX_EVALUATION_GROUPS = 512
 _REGULATE_S = 0.05
+_MANY_TOKENS = 16_384
+"""Completions of as many are decoded in a thread, as that takes tens of milliseconds."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -205,7 +207,7 @@ class Generation:
             key = f"{part}/{prompt.requeues}"
             TRACES.add("generated", prompt.group_id, started_s, finished_s, key, samples=part)
         drawn = [sample for each in generated for sample in each.samples]
-        texts = self._codec.texts(token_ids, [sample.token_ids for sample in drawn])
+        texts = await self._texts(token_ids, [sample.token_ids for sample in drawn])
         return RolloutGroup(
             prompt=prompt,
             prompt_token_ids=token_ids,
@@ -214,6 +216,11 @@ class Generation:
             started_at_s=started_s,
             finished_at_s=finished_s,
         )
+
+    async def _texts(self, prompt_token_ids: Int32Array, completions: Sequence[Int32Array]) -> list[str]:
+        if sum(map(len, completions)) < _MANY_TOKENS:
+            return self._codec.texts(prompt_token_ids, completions)
+        return await asyncio.to_thread(self._codec.texts, prompt_token_ids, completions)
 
     def _count(self, purpose: Purpose, generated: Sequence[GeneratedGroup]) -> None:
         samples = [sample for each in generated for sample in each.samples]

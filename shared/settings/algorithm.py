@@ -8,8 +8,17 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    Field,
+    NonNegativeInt,
+    PositiveInt,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
+from penstock.shared.settings.guards import LIMITS
 from penstock.shared.settings.rules import ADVANTAGES, LOSSES, OWN, RuleSettings, at, refusal
 from penstock.shared.settings.section import Section, shown
 
@@ -54,7 +63,8 @@ class BatchSettings(Section):
     """Maximum lag of a sample, in steps; 0: synchronous. (max_lag + 1) × groups_per_step groups are in flight."""
     on_stale: Literal["drop", "requeue", "mask", "wait"] = Field(default="drop")
     """A sample with a token over max_lag is not trained (`drop`), is generated again (`requeue`), or is trained after
-    its last such token (`mask`). `wait`: a step waits up to ten minutes for groups admitted earlier."""
+    its last such token (`mask`). `wait`: a step waits up to ten minutes for groups admitted earlier. Default: `drop`; with
+    sampling.max_new_tokens of 8,192 or more `mask`, as long samples are stale first, unless whole samples are compared."""
     dynamic_sampling: bool = Field(default=False)
     """Whether groups with equal rewards are dropped on arrival (`dropped:no_signal`) and replaced."""
     filter: str = Field(default="")
@@ -182,3 +192,44 @@ class AlgorithmSettings(RuleSettings, BatchSettings):
             'algorithm.correction ("ratio", or "token_tis" with a recomputed proximal), or algorithm.max_lag = 0; '
             'algorithm.correction = "ignored" runs without one'
         )
+
+
+_LONG_TOKENS = 8_192
+_TOKEN_S = 0.05
+"""Seconds in which a busy replica draws a token of each sample."""
+_DEADLINES = (
+    ("evaluation", "timeout_s", 600.0),
+    ("episodes", "deadline_s", 1800.0),
+    ("internal", "stale_wait_s", 600.0),
+)
+
+
+def follow_length(values: Any) -> Any:
+    """Return a run's tables with defaults that suit completions of sampling.max_new_tokens, where these are long: deadlines
+    that they can meet, and ``mask`` for stale ones.
+    """
+    tables = values if isinstance(values, dict) else {}
+    try:
+        longest = int(tables["sampling"]["max_new_tokens"])
+    except (KeyError, TypeError, ValueError):
+        return values
+    defaults: dict[str, dict[str, Any]] = {
+        table: {name: longest * _TOKEN_S} for table, name, least_s in _DEADLINES if longest * _TOKEN_S > least_s
+    }
+    algorithm, guards = tables.get("algorithm", {}), tables.get("guards", {})
+    if longest >= _LONG_TOKENS and isinstance(algorithm, dict) and _may_mask(algorithm):
+        defaults["algorithm"] = {"on_stale": "mask"}
+    limits = guards.get("limits", {}) if isinstance(guards, dict) else None
+    if longest * _TOKEN_S > LIMITS["stalled"] and isinstance(limits, dict):
+        tables = {**tables, "guards": {**guards, "limits": {"stalled": longest * _TOKEN_S, **limits}}}
+    if not tables.get("episodes"):
+        defaults.pop("episodes", None)
+    given = {table: tables.get(table, {}) for table in defaults}
+    return {**tables, **{table: {**defaults[table], **own} for table, own in given.items() if isinstance(own, dict)}}
+
+
+def _may_mask(algorithm: dict[str, Any]) -> bool:
+    try:
+        return not AlgorithmSettings.model_validate({**algorithm, "on_stale": "drop"}).compares_whole_samples
+    except ValidationError:  # reported with all others
+        return False

@@ -70,7 +70,8 @@ class EvaluationSettings(Section):
     replicas: PositiveInt = Field(default=1)
     """Replicas that keep the evaluated version; the first and the last evaluation use all."""
     timeout_s: PositiveFloat = Field(default=600.0)
-    """Seconds after which an evaluation reports on the answers so far."""
+    """Seconds after which an evaluation reports on the answers so far. Default: 600, or 0.05 for each of
+    sampling.max_new_tokens."""
     gate: GateSettings = Field(default=GateSettings())
     """What a fall of accuracy leads to."""
 

@@ -38,7 +38,7 @@ class GuardsSettings(Section):
     `entropy` (1e-4, the smallest). Shares: `lag` (0.25) of samples that are dropped as stale, `throughput` (0.5, the
     smallest) of the median tokens/s of the steps before (four times as many), `starving` (0.8) of the time spent waiting.
     `unscored` (16) groups in a row without a reward, or refused prompts if they are at least as many as slots; `stalled`
-    (600) seconds without a committed step while the run is running."""
+    (600, or 0.05 for each of sampling.max_new_tokens) seconds without a committed step while the run is running."""
 
     @model_validator(mode="after")
     def _agree(self) -> "GuardsSettings":

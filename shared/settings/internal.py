@@ -51,7 +51,8 @@ class InternalSettings(Section):
     logprobs: Literal["captured", "native"] = Field(default="captured")
     """Behavior logprobs as our hook captures them in vLLM, or as vLLM returns them."""
     stale_wait_s: PositiveFloat = Field(default=600.0)
-    """Longest wait of a step for earlier groups with algorithm.on_stale = "wait"."""
+    """Longest wait of a step for earlier groups with algorithm.on_stale = "wait". Default: 600, or 0.05 for each of
+    sampling.max_new_tokens."""
     reward_groups: PositiveInt = Field(default=32)
     """Groups that one reward replica scores at a time; the others wait on the bus."""
     starving_window_s: PositiveInt = Field(default=60)

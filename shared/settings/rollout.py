@@ -197,7 +197,7 @@ class EpisodesSettings(Section):
     setup_s: PositiveFloat = Field(default=120.0)
     """Maximum seconds of its import, and of `reset`."""
     deadline_s: PositiveFloat = Field(default=1800.0)
-    """Seconds after which an episode ends, and is scored."""
+    """Seconds after which an episode ends, and is scored. Default: 1800, or 0.05 for each of sampling.max_new_tokens."""
     replicas: PositiveInt = Field(default=1)
     """Replicas that `penstock up` starts."""
     max_episodes: PositiveInt = Field(default=256)

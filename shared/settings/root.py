@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 
 from penstock.shared.errors import SettingsError
 from penstock.shared.expression import Expression
-from penstock.shared.settings.algorithm import AlgorithmSettings
+from penstock.shared.settings.algorithm import AlgorithmSettings, follow_length
 from penstock.shared.settings.evaluation import EvaluationSettings
 from penstock.shared.settings.guards import GuardsSettings
 from penstock.shared.settings.internal import InternalSettings
@@ -171,6 +171,8 @@ class Settings(Section):
         place = hashlib.sha256(str(self.run_folder.absolute()).encode())  # runs elsewhere may share the id
         name = f"{self.run.id}-{place.hexdigest()[:8]}"
         return self.weights.folder or Path("/dev/shm") / f"penstock-{os.getuid()}" / name  # noqa: S108
+
+    _follow_length = model_validator(mode="before")(follow_length)
 
     @model_validator(mode="after")
     def _agree(self) -> "Settings":

@@ -148,7 +148,8 @@ async def test_a_run_of_which_no_group_can_be_scored_pauses_with_the_cause(bus: 
     status = await ledger.status()
     assert (status.state, status.reason) == (
         RunState.PAUSED,
-        "guard unscored: none of the last 2 groups could be scored; the newest: no answer in train.jsonl:5; resume, roll back, "
+        "guard unscored: none of the last 2 groups could be scored; the newest: no answer in train.jsonl:5; correct the cause "
+        "and resume, roll back, "
         "or change [guards]",
     )
     parts.monitor.forget()

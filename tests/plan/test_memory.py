@@ -51,6 +51,34 @@ def test_latent_attention_caches_its_latent_width() -> None:
     assert from_config(config, "latent").kv_per_token == 2 * 24
 
 
+def test_the_cache_of_a_long_sequence_is_what_vllm_allots() -> None:
+    """Of vLLM 0.32's specifications of one layer, bfloat16: 2 × heads × size × 2 bytes, or the latent, on every GPU."""
+    sizes = {
+        "num_hidden_layers": 6,
+        "hidden_size": 64,
+        "num_attention_heads": 8,
+        "vocab_size": 9,
+        "intermediate_size": 64,
+    }
+    plain = {**sizes, "num_key_value_heads": 4, "head_dim": 32}
+    kinds = [*["sliding_attention"] * 4, "linear_attention", "full_attention"]
+    windows = {**plain, "sliding_window": 1024, "layer_types": kinds}
+    latent = {**sizes, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 8, "v_head_dim": 8}
+    tokens = 131_072
+
+    def gpu_bytes(config: dict[str, Any], tensor_parallel: int) -> float:
+        of = dataclasses.replace(workload("0.5b"), shape=from_config(config, "made"))
+        return memory.kv_bytes(of, tensor_parallel, tokens) * tokens
+
+    layer = 2 * 4 * 32 * 2
+    assert [gpu_bytes(plain, gpus) for gpus in (1, 2, 8)] == [6 * layer * tokens / share for share in (1, 2, 4)]
+    assert gpu_bytes(windows, 2) == (layer * tokens + 4 * layer * 1024) / 2
+    assert gpu_bytes({**windows, "use_sliding_window": False}, 1) == 5 * layer * tokens
+    patterned = {**plain, "sliding_window": 1024, "sliding_window_pattern": 3}  # every third one keeps all
+    assert gpu_bytes(patterned, 1) == 2 * layer * tokens + 4 * layer * 1024
+    assert [gpu_bytes(latent, gpus) for gpus in (1, 8)] == [6 * 576 * 2 * tokens] * 2
+
+
 def test_a_config_without_sizes_is_refused() -> None:
     with pytest.raises(SettingsError, match="expected the sizes of a decoder"):
         from_config({"hidden_size": 8}, "odd")

@@ -102,3 +102,19 @@ def test_a_penalty_in_the_reward_of_a_whole_sample_is_not_masked(advantage: str)
     assert not algorithm(advantage=advantage).compares_whole_samples
     with pytest.raises(ValueError, match=f'expected another algorithm.on_stale than "mask" with .*"{advantage}"'):
         algorithm(**penalised, on_stale="mask")
+
+
+@pytest.mark.parametrize("tokens", [131_072, "131072"])
+def test_defaults_of_long_completions_are_those_that_they_can_meet(tokens: object) -> None:
+    long = {"sampling": {"max_new_tokens": tokens}}
+    of = Settings.model_validate({**long, "episodes": {"executor": "stdlib"}})
+    needed_s = 131_072 * 0.05
+    assert (of.evaluation.timeout_s, of.episodes.deadline_s, of.internal.stale_wait_s) == (needed_s,) * 3
+    assert (of.guards.limit("stalled"), of.guards.limit("lag")) == (needed_s, 0.25)
+    assert of.algorithm.on_stale == "mask"
+    given = {"evaluation": {"timeout_s": 60}, "algorithm": {"on_stale": "wait"}, "guards": {"limits": {"stalled": 9}}}
+    of = Settings.model_validate({**long, **given})
+    assert (of.evaluation.timeout_s, of.algorithm.on_stale, of.guards.limit("stalled")) == (60, "wait", 9)
+    assert Settings.model_validate({**long, "algorithm": {"preset": "dpo"}}).algorithm.on_stale == "drop"
+    plain, short = Settings(), Settings.model_validate({"sampling": {"max_new_tokens": 8_191}})
+    assert short.model_dump(exclude={"sampling"}) == plain.model_dump(exclude={"sampling"})

@@ -91,11 +91,12 @@ def curves(folders: Sequence[Path]) -> tuple[int, list[Curve]]:
 
 def same_prompts(folders: Sequence[Path]) -> dict[str, list[Group]]:
     """Return the newest groups of problems that all runs recorded, those that differ most in reward first."""
-    lines = [list(read(folder / "rollouts.jsonl")) for folder in folders]
+    files = [folder / "rollouts.jsonl" for folder in folders]
+    lines = itertools.chain.from_iterable(map(read, files))  # read twice, as they may be larger than memory
     name = (
-        "row_id" if all("row_id" in line for line in itertools.chain(*lines) if "problem" in line) else "problem"
+        "row_id" if all("row_id" in line for line in lines if "problem" in line) else "problem"
     )  # of an older Penstock
-    groups = [_by_problem(of_run, name) for of_run in lines]
+    groups = [_by_problem(read(file), name) for file in files]
     shared = {
         problem: [of_run[problem] for of_run in groups]
         for problem in groups[0]

@@ -186,7 +186,8 @@ class Recorder:
             return  # just after a checkpoint: at the next step
         for entry, experience in _decoded(chosen, Experience):
             line = journal_line(entry, chosen[0][1], experience)
-            self._append(files.rollouts, [] if entry == _entry(files.rollouts) else [line])
+            new = [] if entry == _entry(files.rollouts) else [line]
+            await asyncio.to_thread(self._append, files.rollouts, new)  # a long group's text; thinning reads the file
             files.sampled_step = max(int(chosen[0][1][b"step"]), files.step)
             return
         files.unread.add(chosen[0][0])

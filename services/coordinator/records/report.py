@@ -105,7 +105,7 @@ def records(run_folder: Path) -> dict[str, Json]:
         "lags": lags,
         "ends": {name: list[Json](mean_ends(values)) for name, values in of_ends.items()},
         "evaluations": [{"set": "heldout", **line} for line in read(run_folder / "evaluations.jsonl")],
-        "rollouts": _rollouts(run_folder, list(read(run_folder / "rollouts.jsonl"))),
+        "rollouts": _rollouts(run_folder, run_folder / "rollouts.jsonl"),
         "doubts": list(doubts.values()),
         "events": list[Json](events[-_EVENTS:]),
         "memory": _memory(run_folder),
@@ -148,11 +148,13 @@ def _totals(lines: Iterable[dict[str, Json]]) -> tuple[dict[str, Json], dict[str
     return means, dict(lags), of_ends
 
 
-def _rollouts(run_folder: Path, lines: Sequence[dict[str, Json]]) -> list[Json]:
-    count, left = min(_ROLLOUTS, len(lines)), _TOKENS
-    chosen = [lines[round(index * (len(lines) - 1) / max(1, count - 1))] for index in reversed(range(count))]
+def _rollouts(run_folder: Path, file: Path) -> list[Json]:
+    """Return some groups over the whole run; the file, which is read twice, may be larger than memory."""
+    lines, left = sum(1 for _ in read(file)), _TOKENS
+    count = min(_ROLLOUTS, lines)
+    places = {round(index * (lines - 1) / max(1, count - 1)) for index in range(count)}
     groups: list[Json] = []
-    for line in chosen:
+    for line in reversed([line for place, line in enumerate(read(file)) if place in places]):
         try:
             view = rollout_view(line)
         except (KeyError, ValidationError):

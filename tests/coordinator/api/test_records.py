@@ -126,3 +126,28 @@ def test_lines_are_read_from_the_end_whatever_their_length_and_a_torn_one_is_non
     file.write_text(whole + '{"n": 4, "te', encoding="utf-8")
     assert [(line["n"], len(str(line["text"]))) for line in newest_first(file)] == [(3, 0), (2, 200_000), (1, 0)]
     assert list(newest_first(tmp_path / "none")) == []
+
+
+async def test_a_page_of_long_groups_has_fewer_of_them_wherever_they_are(
+    http: httpx.AsyncClient, bus: Bus, parts: Coordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in range(1, 8):
+        await journal(bus, step)  # of 4 characters
+    whole = (await http.get("/v1/run/rollouts?limit=50")).json()["items"]
+    monkeypatch.setattr(routes, "_MOST_CHARACTERS", 8)
+
+    async def pages(query: str = "") -> list[list[int]]:
+        steps, cursor = [], ""
+        while True:
+            page = (await http.get(f"/v1/run/rollouts?limit=3{query}{cursor}")).json()
+            steps.append([group["step"] for group in page["items"]])
+            if page["next"] is None:
+                return steps
+            cursor = f"&cursor={page['next']}"
+
+    assert await pages() == [[7, 6], [5, 4], [3, 2], [1]]
+    assert await pages("&search=46") == [[7, 6, 5], [4, 3, 2], [1]]
+    kept = [json.dumps({**group, "entry": group["id"]}) for group in reversed(whole)]
+    (parts.api.folder / "rollouts.jsonl").write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+    await raw(bus).xtrim(bus.keys.of(streams.JOURNAL), maxlen=3, approximate=False)
+    assert await pages() == [[7, 6], [5, 4], [3, 2], [1]]

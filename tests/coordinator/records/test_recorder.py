@@ -3,13 +3,14 @@
 import asyncio
 import dataclasses
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from penstock.services.coordinator.evaluation.results import Evaluation
-from penstock.services.coordinator.records.jsonl import Lines, Overtaken, exclusive, read
+from penstock.services.coordinator.records.jsonl import BoundedLines, Lines, Overtaken, exclusive, read
 from penstock.services.coordinator.records.recorder import UNREAD, Recorder
 from penstock.services.coordinator.records.report import records
 from penstock.services.coordinator.records.summary import digest, one_line_a_step, summarize, training_seconds
@@ -24,6 +25,7 @@ from penstock.shared.bus.stores.run.records import page, with_payloads
 from penstock.shared.errors import ShelfLost
 from penstock.shared.process.telemetry import tell
 from penstock.shared.settings import Settings
+from tests.conftest import PATIENCE_S, until
 from tests.support import builders
 from tests.support.coordinator_players import Trainer, report, settings
 from tests.support.raw_redis import raw
@@ -311,3 +313,22 @@ async def test_evaluations_after_the_bus_was_lost_are_recorded_however_many_ther
             await raw(bus).hset(bus.keys.of(EVALUATIONS), str(version), json.dumps(results))
         await recorder.catch_up()
     assert [line["version"] for line in lines(tmp_path, "evaluations.jsonl")] == [1, 2, 3, 7]
+
+
+async def test_a_long_group_is_written_beside_the_event_loop(
+    bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await commit_group(bus, 7)
+    went_on, append = threading.Event(), BoundedLines.append
+
+    def waiting(of: BoundedLines, new: list[Any]) -> None:
+        assert went_on.wait(PATIENCE_S), "the event loop stood still"
+        append(of, new)
+
+    monkeypatch.setattr(BoundedLines, "append", waiting)
+    recording = asyncio.create_task(Recorder(bus, tmp_path, 1).catch_up())
+    await until(lambda: (tmp_path / "metrics.jsonl").exists())
+    await asyncio.sleep(0)
+    went_on.set()
+    await recording
+    assert [line["group"] for line in lines(tmp_path, "rollouts.jsonl")] == [7]

@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import MambaConfig, MambaForCausalLM
+from transformers import DynamicCache, MambaConfig, MambaForCausalLM
 
 from penstock.services.rollout.engines.engine import EngineDied, GeneratedGroup, GeneratedSample, GenerationRequest
 from penstock.services.rollout.engines.stop_texts import StopTexts
+from penstock.services.rollout.engines.transformers.cache import make_room
 from penstock.services.rollout.engines.transformers.decoding import Batch, Tokens, seeds_of_rows, uniform
 from penstock.services.rollout.engines.transformers.engine import TransformersEngine
 from penstock.services.rollout.engines.transformers.smoke_test import seed_of, try_out
@@ -561,3 +562,25 @@ async def test_a_suspended_engine_decodes_nothing_and_refuses_a_probe(engine: Tr
     assert not waiting.done()
     await engine.resume()
     assert len((await waiting).samples) == 1
+
+
+@torch.inference_mode()
+def test_a_cache_with_room_has_the_tokens_of_transformers_own_and_copies_them_seldom() -> None:
+    own, roomy = DynamicCache(), DynamicCache()
+
+    def add(rows: int, tokens: int) -> None:
+        states = torch.randn(2, rows, 2, tokens, 4)
+        held = [cache.update(*states, 0) for cache in (own, roomy)]
+        assert all(torch.equal(*pair) for pair in zip(*held, strict=True))
+
+    add(3, 100)
+    make_room(roomy)
+    places = set()
+    for rows in [3] * 60 + [2] * 140:
+        if len(roomy.layers[0].keys) != rows:
+            for cache in (own, roomy):
+                cache.batch_select_indices(torch.tensor([2, 0]))
+        add(rows, 1)
+        places.add(roomy.layers[0].keys.data_ptr())
+    assert roomy.get_seq_length() == 300
+    assert len(places) <= 8  # a quarter of room each time, and once more for the rows that are left

@@ -1,6 +1,7 @@
 """Laws of texts that end a completion: the first token that completes one ends it, however tokens arrive."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from hypothesis import given
@@ -50,3 +51,19 @@ def test_tokens_that_arrive_together_are_decoded_once() -> None:
         assert stop.end(ids[:arrived], arrived - 8) == 0
     assert len(calls) == 250
     assert max(calls) < 8 + 4 + 8 + 1
+
+
+def test_of_a_long_completion_only_the_last_tokens_are_read() -> None:
+    read = list[int]()
+
+    class Tokens(list[int]):
+        def __getitem__(self, places: Any) -> Any:
+            part = super().__getitem__(places)
+            read.append(len(part))
+            return part
+
+        def __array__(self, *_: Any, **__: Any) -> Any:
+            raise AssertionError("all tokens were read")
+
+    assert StopTexts(decoded, ["\n"]).end(Tokens([0] * 5_000 + [5]), 5_000) == 5_001
+    assert max(read) < 20

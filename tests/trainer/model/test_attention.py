@@ -73,6 +73,7 @@ def one_by_one(segments: Segments, q: Tensor, k: Tensor, v: Tensor, pattern: Pat
 WAYS = {
     "segments": {"SHORT_ROW_TOKENS": 0, "SLACK_PAIRS": 0},
     "pieces": {"SHORT_ROW_TOKENS": 0, "SLACK_PAIRS": 0, "MASKED_PAIRS": 500, "_LOWEST": 8},
+    "prompts again": {"SHORT_ROW_TOKENS": 0, "SLACK_PAIRS": 0, "MASKED_PAIRS": 40, "_LOWEST": 8},
     "short rows whole": {},
     "varlen": {},
 }
@@ -148,6 +149,15 @@ def test_a_mask_is_never_as_large_as_the_square_of_its_row(pattern: Pattern) -> 
     assert max(sizes) <= 1 << 22
     reach = {"causal": 28_000, "window": 1024, "chunk": 6144}[pattern.kind]
     assert sum(sizes) <= 28_000 * reach * 1.5
+
+
+def test_long_completions_of_a_short_prompt_need_no_mask() -> None:
+    # a prompt of 20 tokens, completions of 5,000 and 4,000: masks of 41 million pairs
+    segments = Segments(*(np.array(f) for f in ([0, 20, 5_020], [20, 5_000, 4_000], [-1, 0, 0])))
+    laid_out, places_T = attention_layout.rectangles(segments, CPU)
+    assert [rectangle.mask_GQK for rectangle in laid_out] == [None] * 3
+    assert sum(rectangle.queries_GQ.numel() for rectangle in laid_out) == 20 + 5_020 + 4_020
+    assert len(set(places_T.tolist())) == 9_020
 
 
 def test_a_sink_counts_in_half_precision_as_its_exact_value() -> None:

@@ -17,6 +17,7 @@ import functools
 import itertools
 import json
 import threading
+import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path as FilePath
 from typing import Annotated
@@ -62,10 +63,16 @@ Excerpt = Annotated[
 GroupId = Annotated[str, Path(pattern=ENTRY, description="The group's `id`.")]
 Place = Annotated[int, Query(ge=0, le=2**53)]
 ManyTokens = Annotated[int, Query(ge=1, le=10_000, description="Maximum number of tokens.")]
-Groups = Callable[[str | None, int], Awaitable[list[RolloutView]]]
+Groups = Callable[[str | None, int], Awaitable[Page[RolloutView]]]
 Trained = Callable[[str | None, int], Awaitable[list[Row]]]
 _SEARCHED, _AT_ONCE = 1000, 50
 """Groups that one request examines; its `next` continues after them."""
+_SEARCH_S = 1.0
+"""After which it examines no further ones."""
+_SHORT = 100_000
+"""Characters of a group that is searched on the event loop."""
+_MOST_CHARACTERS = 8 << 20
+"""Of the texts of one page, which has fewer groups if they are long; a group is never divided."""
 _READING = threading.Lock()
 _OF_ANOTHER = (KeyError, TypeError, ValidationError)
 """Raised by records of another version."""
@@ -117,7 +124,7 @@ def record_routes(rows: Rows, trained: Trained, folder: FilePath) -> APIRouter:
         if search or problem:
             page = await soon(_matching(groups, cursor, limit, sought, problem))
         else:
-            page = page_of(await soon(groups(cursor, limit + 1)), limit, lambda rollout: rollout.id)
+            page = await soon(groups(cursor, limit))
         items = page.items if excerpt is None else [of_group(group, excerpt, sought) for group in page.items]
         return Page(items=items, next=page.next)
 
@@ -143,7 +150,7 @@ def _add_group(router: APIRouter, folder: FilePath, groups: Groups) -> None:
 
 async def _group(groups: Groups, entry: str) -> RolloutView:
     at_ms, number = _place(entry)
-    for group in await groups(f"{at_ms}-{number + 1}", 1):
+    for group in (await groups(f"{at_ms}-{number + 1}", 1)).items:
         if group.id == entry:
             return group
     raise HTTPException(404, f"no group {entry} is recorded")
@@ -196,13 +203,29 @@ def _memory(entry: str, fields: Mapping[bytes, bytes]) -> MemoryView | None:
     return MemoryView.model_validate({"id": entry, **dataclasses.asdict(report)})
 
 
-async def _rollouts(trained: Trained, folder: FilePath, cursor: str | None, count: int) -> list[RolloutView]:
-    rollouts = list(_journalled(await trained(cursor, count)))
-    if len(rollouts) < count:
-        before = rollouts[-1].id if rollouts else cursor
-        rollouts += await asyncio.to_thread(_recorded, folder / "rollouts.jsonl", before, count - len(rollouts))
-    await asyncio.to_thread(_note_tokens, rollouts, folder)
-    return rollouts
+async def _rollouts(trained: Trained, folder: FilePath, cursor: str | None, limit: int) -> Page[RolloutView]:
+    """Return groups of the journal, then of the file. They are read one by one if they are long: decoding and their texts
+    take memory and time."""
+    rollouts, room, many, before, is_more = list[RolloutView](), _MOST_CHARACTERS, 1, cursor, True
+    while is_more and len(rollouts) <= limit and room > 0:
+        read = await trained(before, many)
+        decoded = await asyncio.to_thread(_journalled, read)
+        rollouts += decoded
+        before, is_more = (read[-1][0] if read else before), len(read) == many
+        room -= sum(map(_characters, decoded))
+        nbytes = sum(len(fields.get(b"data", b"")) for _, fields in read)
+        many = max(1, min(limit + 1 - len(rollouts), room * many // max(1, nbytes)))
+    if len(rollouts) <= limit and room > 0:
+        of_file = (folder / "rollouts.jsonl", before, limit + 1 - len(rollouts), room)
+        rollouts += await asyncio.to_thread(_recorded, *of_file)
+    items = rollouts[:limit]
+    await asyncio.to_thread(_note_tokens, items, folder)
+    is_cut = len(rollouts) > limit or sum(map(_characters, items)) >= _MOST_CHARACTERS
+    return Page(items=items, next=items[-1].id if is_cut else None)
+
+
+def _characters(rollout: RolloutView) -> int:
+    return sum(each.characters + sum(len(turn.content) for turn in each.turns) for each in rollout.completions)
 
 
 def _note_tokens(rollouts: Sequence[RolloutView], folder: FilePath) -> None:
@@ -226,15 +249,21 @@ async def _after_step(rows: Rows, file: FilePath, step: int) -> str:
 async def _matching(groups: Groups, cursor: str | None, limit: int, search: str, problem: str) -> Page[RolloutView]:
     """Return the groups of ``problem``, if given, with ``search`` in a text of theirs."""
     matching: list[RolloutView] = []
-    for _ in range(0, _SEARCHED, _AT_ONCE):
+    until_s, examined = time.monotonic() + _SEARCH_S, 0
+
+    def matches(rollout: RolloutView) -> bool:
+        return problem in ("", rollout.row_id, rollout.problem) and search in _text(rollout)
+
+    while examined < _SEARCHED and time.monotonic() < until_s:
         page = await groups(cursor, _AT_ONCE)
-        for rollout in page:
+        for rollout in page.items:
             cursor = rollout.id
-            if problem in ("", rollout.row_id, rollout.problem) and search in _text(rollout):
+            if await asyncio.to_thread(matches, rollout) if _characters(rollout) > _SHORT else matches(rollout):
                 matching.append(rollout)
             if len(matching) == limit:
                 return Page(items=matching, next=cursor)
-        if len(page) < _AT_ONCE:
+        examined += len(page.items)
+        if page.next is None:
             return Page(items=matching, next=None)
     return Page(items=matching, next=cursor)
 
@@ -249,17 +278,26 @@ def _text(rollout: RolloutView) -> str:
     return "\n".join(texts).casefold()
 
 
-def _journalled(rows: list[Row]) -> Iterator[RolloutView]:
+def _journalled(rows: list[Row]) -> list[RolloutView]:
+    rollouts: list[RolloutView] = []
     for entry, fields in rows:
         try:
             experience = wire.decode(fields.get(b"data", b""), Experience)
         except MessageError:
             continue
-        yield rollout_view(_finite(journal_line(entry, fields, experience)))
+        rollouts.append(rollout_view(_finite(journal_line(entry, fields, experience))))
+    return rollouts
 
 
-def _recorded(file: FilePath, before: str | None, count: int) -> list[RolloutView]:
-    return list(itertools.islice(_older(file, before), count))
+def _recorded(file: FilePath, before: str | None, count: int, room: int) -> list[RolloutView]:
+    """Return ``count`` groups, or fewer that have ``room`` characters."""
+    rollouts: list[RolloutView] = []
+    for rollout in itertools.islice(_older(file, before), count):
+        rollouts.append(rollout)
+        room -= _characters(rollout)
+        if room <= 0:
+            break
+    return rollouts
 
 
 def _older(file: FilePath, before: str | None) -> Iterator[RolloutView]:

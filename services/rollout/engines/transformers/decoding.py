@@ -22,6 +22,7 @@ import numpy.typing as npt
 import torch
 
 from penstock.services.rollout.engines.engine import GeneratedSample, GenerationRequest, unstopped
+from penstock.services.rollout.engines.transformers.cache import make_room
 from penstock.services.rollout.engines.transformers.choice import Choice, Support, Truncation
 from penstock.services.rollout.engines.transformers.routes import RouteRecorder
 from penstock.shared.bus.messages import FinishReason, Int32Array, PolicyVersion
@@ -173,6 +174,7 @@ class Batch:
         rows = torch.from_numpy(self._prompt_of_group[self._group_n]).to(self._device)
         self._cache = output.past_key_values
         self._cache.batch_select_indices(rows)
+        make_room(self._cache)
         self._position_n, self._mask = self._position_n[rows], self._mask[rows]
         return output.logits[:, -1][rows]
 
@@ -200,6 +202,7 @@ class Batch:
             use_cache=True,
             logits_to_keep=1,
         )
+        make_room(output.past_key_values)
         return output.past_key_values
 
     def _decode(self) -> torch.Tensor:

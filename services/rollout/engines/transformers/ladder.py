@@ -66,7 +66,7 @@ class Ladder:
         held = {
             "weights": sum(parameter.nbytes for parameter in self._parameters),
             "shadow": self._shadow.nbytes,
-            "kv_cache": sum(tensor.nbytes for tensor in _tensors(cache)),
+            "kv_cache": sum(tensor.untyped_storage().nbytes() for tensor in _tensors(cache)),
             "capacity": self._capacity(),
         }
         self.memory = {component: float(nbytes) for component, nbytes in held.items()}
@@ -79,7 +79,7 @@ class Ladder:
 
 
 def _tensors(cache: object | None) -> Iterable[torch.Tensor]:
-    """Return a cache's tensors, of every layer."""
+    """Return a cache's tensors, of every layer; the storage of each may have room for more tokens."""
     for layer in getattr(cache, "layers", ()):
         for value in vars(layer).values():
             if isinstance(value, torch.Tensor):

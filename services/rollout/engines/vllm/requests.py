@@ -139,7 +139,7 @@ class Requests:
                 async for last in outputs:
                     drawn = last.outputs[0].token_ids if stop is not None else ()
                     if stop is not None and (len(drawn) >= searched + _SEARCHED or last.finished):
-                        ended, searched = stop.end(np.array(drawn, dtype=np.int32), searched), len(drawn)
+                        ended, searched = stop.end(drawn, searched), len(drawn)
                     if ended:
                         break
         except refusals as error:

@@ -1,7 +1,8 @@
 """Which tokens of a packed row attend to which: blocks of queries with keys, and rectangles of similar blocks.
 
 A segment attends to its ancestors and, causally, to itself; a :class:`Pattern` restricts this by distance in the sequence.
-Blocks are split by reachable keys, so masks and scores are not quadratic in the row.
+Blocks are split by reachable keys, so that a mask has at most ``MASKED_PAIRS``. A long segment after a shorter prompt
+computes the prompt's queries again: it is plainly causal then, without masks, which would be quadratic in its length.
 
 Shapes: ``G`` blocks of a rectangle, ``T`` tokens of the row, ``K`` segments or keys, ``Q`` queries.
 """
@@ -62,6 +63,16 @@ class Block:
     start: int
     length: int
     keys_K: Int64Array
+    again: int = 0
+    """Keys before the queries that are queries, too; what they attend to is not used."""
+
+    @property
+    def height(self) -> int:
+        return self.again + self.length
+
+    @property
+    def queries(self) -> Int64Array:
+        return np.concatenate([self.keys_K[: self.again], np.arange(self.start, self.start + self.length)])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -109,13 +120,12 @@ def rectangles(
     laid_out: list[Rectangle] = []
     places_T = np.empty(int(segments.lengths_K.sum()), dtype=np.int64)
     before = 0
-    for members in similar([(block.length, len(block.keys_K)) for block in blocks]):
+    for members in similar([(block.height, len(block.keys_K)) for block in blocks]):
         rectangle = _rectangle([blocks[k] for k in members], sees)
         height = rectangle.queries_GQ.shape[1]
         for g, k in enumerate(members):
-            places_T[blocks[k].start : blocks[k].start + blocks[k].length] = (
-                np.arange(blocks[k].length) + before + g * height
-            )
+            block, first = blocks[k], before + g * height + blocks[k].again
+            places_T[block.start : block.start + block.length] = np.arange(first, first + block.length)
         laid_out.append(rectangle)
         before += rectangle.queries_GQ.numel()
     return laid_out, torch.from_numpy(places_T).to(device)
@@ -166,6 +176,8 @@ def _cut(block: Block, segments: Segments, pattern: Pattern, masked: bool) -> li
     earlier = len(block.keys_K) - block.length
     if not (masked or earlier) or block.length * len(block.keys_K) <= SHORT_ROW_TOKENS**2:
         return [block]
+    if not masked and earlier <= block.length and block.length * len(block.keys_K) > MASKED_PAIRS:
+        return [dataclasses.replace(block, again=earlier)]
     height = _height(len(block.keys_K), pattern)
     pieces = []
     for start in range(0, block.length, height):
@@ -184,33 +196,36 @@ def _height(keys: int, pattern: Pattern) -> int:
 
 class _Sees:
     def __init__(self, segments: Segments, pattern: Pattern, device: torch.device, *, masked: bool) -> None:
-        per_token = (np.repeat(segments.starts_K, segments.lengths_K), segments.until, segments.positions)
         self.device = device
         self._pattern = pattern
         self._masked = masked
-        self._start_T, self._until_T, self._position_T = (torch.from_numpy(each).to(device) for each in per_token)
+        self._until_T, self._position_T = (
+            torch.from_numpy(each).to(device) for each in (segments.until, segments.positions)
+        )
 
     def mask(self, queries_GQ: Tensor, keys_GK: Tensor) -> Tensor | None:
         """None for plain causal attention; −1 is padding, which as a query sees all."""
-        query, key = queries_GQ[:, :, None], keys_GK[:, None, :]
-        place = queries_GQ.clamp(min=0)
-        start = self._start_T[place][..., None]
-        plain = queries_GQ.shape == keys_GK.shape and bool(((start == keys_GK[:, :1, None]) | (query < 0)).all())
-        if plain and not self._masked:
+        if not self._masked and torch.equal(queries_GQ, keys_GK) and self._is_path(keys_GK):
             return None
+        query, key, place = queries_GQ[:, :, None], keys_GK[:, None, :], queries_GQ.clamp(min=0)
         seen = (key >= 0) & (key <= query) & (query < self._until_T[keys_GK.clamp(min=0)][:, None, :])
         if self._pattern.kind != "causal":
             positions_GK = self._position_T[keys_GK.clamp(min=0)]
             seen = seen & self._pattern.sees(self._position_T[place][..., None], positions_GK[:, None, :])
         return seen | (query < 0)
 
+    def _is_path(self, keys_GK: Tensor) -> bool:
+        """Whether the last key sees all others of its block, so that each sees all before it."""
+        last_G1 = keys_GK.amax(1, keepdim=True)
+        return bool(((self._until_T[keys_GK.clamp(min=0)] > last_G1) | (keys_GK < 0)).all())
+
 
 def _rectangle(blocks: Sequence[Block], sees: _Sees) -> Rectangle:
-    height, width = max(block.length for block in blocks), max(len(block.keys_K) for block in blocks)
+    height, width = max(block.height for block in blocks), max(len(block.keys_K) for block in blocks)
     queries_GQ = np.full((len(blocks), height), -1, dtype=np.int64)
     keys_GK = np.full((len(blocks), width), -1, dtype=np.int64)
     for g, block in enumerate(blocks):
         keys_GK[g, : len(block.keys_K)] = block.keys_K
-        queries_GQ[g, : block.length] = np.arange(block.start, block.start + block.length)
+        queries_GQ[g, : block.height] = block.queries
     queries, keys = torch.from_numpy(queries_GQ).to(sees.device), torch.from_numpy(keys_GK).to(sees.device)
     return Rectangle(queries.clamp(min=0), keys.clamp(min=0), sees.mask(queries, keys))
