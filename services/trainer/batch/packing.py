@@ -46,6 +46,7 @@ class PackedRow:
     temperature: float = 1.0
     shares_prompt: bool = True
     contexts: tuple[int, ...] = ()
+    _flops: dict[ModelSizes, float] = dataclasses.field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def prompts(self) -> int:
@@ -108,9 +109,11 @@ class PackedRow:
 
     def flops(self, sizes: ModelSizes) -> float:
         """Operations of its forward pass."""
-        predicted = sum(sample.sampled_tokens for sample in self.samples) - sum(self.contexts)
-        windowed = [self.pairs_within(window) for window, _ in sizes.windows]
-        return forward_flops(self.tokens, self.visible_pairs, predicted, sizes, windowed)
+        if sizes not in self._flops:
+            predicted = sum(sample.sampled_tokens for sample in self.samples) - sum(self.contexts)
+            windowed = [self.pairs_within(window) for window, _ in sizes.windows]
+            self._flops[sizes] = forward_flops(self.tokens, self.visible_pairs, predicted, sizes, windowed)
+        return self._flops[sizes]
 
 
 def _causal_pairs(tokens: int, window: int) -> int:

@@ -24,16 +24,15 @@ def merges(prompt_token_ids: Int32Array, samples: Sequence[Sample]) -> bool:
     """Return whether equal beginnings of completions are computed once: where that saves a tenth of the row."""
     if len(samples) < 2 or any(len(sample.segments) or sample.routes for sample in samples):
         return False  # the routes of a token are its sample's
-    ids = sorted((sample.token_ids[:-1] for sample in samples), key=lambda token_ids: token_ids.tobytes())
+    ids = sorted(sample.token_ids[:-1].tolist() for sample in samples)
     saved = sum(_equal(first, second) for first, second in itertools.pairwise(ids))
     return saved >= _WORTH * (len(prompt_token_ids) + sum(map(len, ids)))
 
 
-def _equal(first: Int32Array, second: Int32Array) -> int:
+def _equal(first: Sequence[int], second: Sequence[int]) -> int:
     """Return the number of equal tokens at the beginning."""
-    most = min(len(first), len(second))
-    different = np.flatnonzero(first[:most] != second[:most])
-    return int(different[0]) if len(different) else most
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((place for place, (one, other) in pairs if one != other), min(len(first), len(second)))
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -106,7 +105,9 @@ class _Trie:
         """Return the node whose last token is that of ``token_ids`` after ``node``, and the numbers of all of them."""
         numbers: list[Int64Array] = []
         while is_given and len(token_ids) and (child := node.given.get(int(token_ids[0]))) is not None:
-            equal = _equal(child.token_ids, token_ids)
+            most = min(len(child.token_ids), len(token_ids))
+            differs = child.token_ids[:most] != token_ids[:most]
+            equal = int(differs.argmax()) if differs.any() else most
             node = child if equal == len(child.token_ids) else _split(node, child, equal)
             numbers.append(np.arange(node.first, node.first + equal))
             token_ids = token_ids[equal:]
