@@ -114,7 +114,9 @@ def trie_tokens(row: PackedRow) -> int:
     for number, ids, places in branches(row):
         sampled, prefix, prefixes = row.samples[number].sampled, tuple[Any, ...](), list[tuple[Any, ...]]()
         for token, place in zip(ids.tolist(), places, strict=True):
-            shared = row.is_merged or place < 0 or (not sampled[place] and not any(type(each) is tuple for each in prefix))
+            shared = (
+                row.is_merged or place < 0 or (not sampled[place] and not any(type(each) is tuple for each in prefix))
+            )
             prefix = (*prefix, token if shared else (number, place))
             prefixes.append(prefix)
         last = max((n for n, place in enumerate(places) if place >= 0 and sampled[place]), default=0)
