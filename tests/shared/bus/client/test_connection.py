@@ -1,20 +1,17 @@
 """Commands over connections that are kept beside redis-py's pool."""
 
 import asyncio
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
-from penstock.shared.bus.client.connection import close_client, open_client
-from tests.conftest import Server as Started
+from penstock.shared.bus.bus import Bus
+from tests.support.raw_redis import raw
 
 
 @pytest.fixture
-async def client(server: Started) -> AsyncIterator[Any]:
-    opened = open_client(server.url)
-    yield opened
-    await close_client(opened)
+def client(bus: Bus) -> Any:
+    return raw(bus)
 
 
 async def test_the_answer_of_a_cancelled_command_reaches_no_other(client: Any) -> None:
