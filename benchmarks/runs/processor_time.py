@@ -86,7 +86,7 @@ def main() -> None:
         for name, of in runs.items()
     }
     pairs = zip(runs["before"], runs["after"], strict=True)
-    ratios = {role: [] for role in runs["before"][0]}
+    ratios: dict[str, list[float]] = {role: [] for role in runs["before"][0]}
     for before, after in pairs:
         for role, values in ratios.items():
             values.append(round(after.get(role, 0.0) / max(before[role], 1e-9), 3))
