@@ -32,7 +32,7 @@ def merges(prompt_token_ids: Int32Array, samples: Sequence[Sample]) -> bool:
 def _equal(first: Sequence[int], second: Sequence[int]) -> int:
     """Return the number of equal tokens at the beginning."""
     pairs = enumerate(zip(first, second, strict=False))
-    return next((place for place, (one, other) in pairs if one != other), min(len(first), len(second)))
+    return next((place for place, (mine, other) in pairs if mine != other), min(len(first), len(second)))
 
 
 @dataclasses.dataclass(slots=True, eq=False)
