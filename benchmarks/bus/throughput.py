@@ -1,19 +1,21 @@
 """Bus throughput relative to redis-py: groups of 16 × 2,048 tokens through publish, consume, hand-over.
 
-Both send the same commands over the same client to the same Valkey, alternately; redis-py sends messages encoded
-before. ``ratio``: median of redis-py's seconds / Penstock's; ``cpu_ratio``: of the processor time of this process.
+Both send the same commands to the same Valkey, alternately; redis-py by its own client, and messages encoded before.
+``ratio``: median of redis-py's seconds / Penstock's; ``cpu_ratio``: of the processor time of this process.
 
     python -m benchmarks.bus.throughput --groups 96 --rounds 15
 """
 
 import argparse
 import asyncio
+import functools
 import json
 import statistics
 import tempfile
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 from benchmarks.bus.wire import make_experience, make_group
 from penstock.shared.bus import embedded
@@ -22,7 +24,7 @@ from penstock.shared.bus.encoding import wire
 from penstock.shared.bus.keys import ASSEMBLY, COUNTS, GENERATING, PAYLOADS, RUN
 from penstock.shared.bus.messages import RolloutGroup
 from penstock.shared.bus.streams import AUDIT, EXPERIENCE, ROLLOUTS
-from tests.support.raw_redis import raw, script_text
+from tests.support.raw_redis import raw, redis_py, script_text
 
 SAMPLES, TOKENS, TAKEN_AT_ONCE = 16, 2048, 8
 
@@ -36,9 +38,9 @@ async def through_penstock(bus: Bus, group: RolloutGroup, groups: int) -> None:
                 assert await bus.hand_over(delivery, EXPERIENCE, make_experience(delivery.message()))
 
 
-async def through_redis_py(bus: Bus, group: RolloutGroup, groups: int) -> None:
+async def through_redis_py(client: Any, bus: Bus, group: RolloutGroup, groups: int) -> None:
     """Do the same with redis-py alone."""
-    client, source, output = raw(bus), bus.keys.of(ROLLOUTS), bus.keys.of(EXPERIENCE)
+    source, output = bus.keys.of(ROLLOUTS), bus.keys.of(EXPERIENCE)
     sent, scored = wire.encode(group), wire.encode(make_experience(group))
     hand_over = client.register_script(script_text("hand_over"))
     keys = [source, output, bus.keys.of(GENERATING), bus.keys.of(ASSEMBLY.of(str(group.group_id)))]
@@ -56,11 +58,11 @@ async def through_redis_py(bus: Bus, group: RolloutGroup, groups: int) -> None:
 async def measure(url: str, groups: int, rounds: int) -> dict[str, float | int | str]:
     """Return the result."""
     bus = await Bus.connect(url, "bench", wait_s=10.0, audit_entries=0)
-    group = make_group(SAMPLES, TOKENS)
+    group, client = make_group(SAMPLES, TOKENS), redis_py(url)
     sizes = len(wire.encode(group)) + len(wire.encode(make_experience(group)))
     ways: dict[str, Callable[[Bus, RolloutGroup, int], Awaitable[None]]] = {
         "penstock": through_penstock,
-        "redis_py": through_redis_py,
+        "redis_py": functools.partial(through_redis_py, client),
     }
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     cpu: dict[str, list[float]] = {name: [] for name in ways}
@@ -75,6 +77,7 @@ async def measure(url: str, groups: int, rounds: int) -> dict[str, float | int |
             await bus.make_groups()
     server, sent = bus.server, wire.encode(group)
     await bus.close()
+    await client.aclose()
     ours, theirs = (statistics.median(seconds[name]) for name in ways)
     return {
         "ratio": _ratio(seconds),

@@ -119,8 +119,8 @@ class TrainerSettings(Section):
     """Ranks of a host that compute a sample together if it is longer than trainer.micro_batch_tokens: its limit is as many
     times that. Only for models that mix tokens in attention alone; not proven on GPUs yet."""
     packing: Literal["auto", "rows", "sequences"] = Field(default="auto")
-    """`rows`: a group's prompt is computed once. `sequences`: each prompt and completion separately; exact for every
-    causal model, slower. `auto`: rows if the model's layers are known."""
+    """`rows`: a group's prompt is computed once, and so are equal beginnings of short completions. `sequences`: each prompt
+    and completion separately; exact for every causal model, slower. `auto`: rows if the model's layers are known."""
     kernels: Literal["auto", "torch", "liger"] = Field(default="auto")
     """Norms, rotary embeddings and gated MLPs on a GPU: by torch (then also logprobs and attention), or by Liger's
     fused kernels (extra fused-kernels). `auto`: Liger's if installed and if they know the model."""

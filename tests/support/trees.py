@@ -60,6 +60,19 @@ def group(
     return PackedRow(ids, tuple(made), tuple(range(len(made))), 0.5)
 
 
+def alike(seed: int, vocabulary: int, *, prompt: int = 6, samples: int = 4, tokens: int = 12) -> PackedRow:
+    """Return plain completions that begin alike; the last one is the beginning of the first."""
+    generator = np.random.default_rng(seed)
+    whole = generator.integers(3, vocabulary, (samples, tokens)).astype(np.int32)
+    ids = [np.concatenate((whole[0, : 3 * number], whole[number, 3 * number :])) for number in range(samples)]
+    made = [
+        Sample(own, np.zeros(len(own), np.float32), np.zeros((1, 2), np.int32), FinishReason.STOP, "")
+        for own in (*ids, ids[0][: tokens // 2])
+    ]
+    opening = generator.integers(3, vocabulary, prompt).astype(np.int32)
+    return PackedRow(opening, tuple(made), tuple(range(len(made))), 0.5)
+
+
 def branches(row: PackedRow) -> Iterator[tuple[int, Int32Array, list[int]]]:
     """Yield (sample, ids of the prompt and of a branch, their places in the sample; −1 in the prompt) of every branch."""
     for number, sample in enumerate(row.samples):
@@ -94,12 +107,16 @@ def branch_logprobs(model: Any, of: list[PackedRow]) -> Tensor:
 
 
 def trie_tokens(row: PackedRow) -> int:
-    """Count the distinct prefixes that a trained token needs: of given tokens by their ids, of sampled ones by their place."""
+    """Count the distinct prefixes that a trained token needs: of given tokens, and in merged rows all, by their ids, of sampled
+    ones by their place.
+    """
     needed = {tuple(row.prompt_token_ids[: n + 1].tolist()) for n in range(len(row.prompt_token_ids))}
     for number, ids, places in branches(row):
         sampled, prefix, prefixes = row.samples[number].sampled, tuple[Any, ...](), list[tuple[Any, ...]]()
         for token, place in zip(ids.tolist(), places, strict=True):
-            shared = place < 0 or (not sampled[place] and not any(type(each) is tuple for each in prefix))
+            shared = (
+                row.is_merged or place < 0 or (not sampled[place] and not any(type(each) is tuple for each in prefix))
+            )
             prefix = (*prefix, token if shared else (number, place))
             prefixes.append(prefix)
         last = max((n for n, place in enumerate(places) if place >= 0 and sampled[place]), default=0)
@@ -153,7 +170,7 @@ def compare(
 
 def _gap(policy: Policy, model: Any, seed: int, prompt: int, opening: int) -> model_zoo.Gap:
     of = VOCABULARY
-    rows = [group(seed, of, prompt, opening=opening), group(seed + 1000, of, 2, samples=1)]
+    rows = [group(seed, of, prompt, opening=opening), group(seed + 1000, of, 2, samples=1), alike(seed, of)]
     batch = micro_batch(rows)
     if policy.trunk.packing == "rows" and batch.tokens != sum(map(trie_tokens, rows)):
         raise AssertionError(f"expected {sum(map(trie_tokens, rows))} computed tokens, found {batch.tokens}")

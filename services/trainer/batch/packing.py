@@ -8,7 +8,8 @@ logprobs equal those of separate sequences. A micro-batch concatenates rows with
     positions   012345  6 7  6 7  6    01234  5
     sees also           0    0    0           4        a segment sees itself, causally, and all of its prompt
 
-For some models (``trainer.packing``) rows repeat the prompt for each completion.
+Where completions are short, equal beginnings of them are computed once, too (``trie``). For some models
+(``trainer.packing``) rows repeat the prompt for each completion.
 
 Rows go to ranks and micro-batches by ``assignment``.
 
@@ -25,7 +26,7 @@ import numpy.typing as npt
 
 from penstock.services.trainer.batch.segments import Int64Array, Segments, join
 from penstock.services.trainer.batch.staleness import trained_tokens
-from penstock.services.trainer.batch.trie import RowLayout, lay_out
+from penstock.services.trainer.batch.trie import RowLayout, lay_out, merges
 from penstock.shared.bus.messages import Float32Array, Int32Array, Sample
 from penstock.shared.model.flops import ModelSizes, forward_flops
 
@@ -45,6 +46,7 @@ class PackedRow:
     temperature: float = 1.0
     shares_prompt: bool = True
     contexts: tuple[int, ...] = ()
+    _flops: dict[ModelSizes, float] = dataclasses.field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def prompts(self) -> int:
@@ -60,11 +62,16 @@ class PackedRow:
     @functools.cached_property
     def layout(self) -> RowLayout:
         """With the prompt once."""
-        return lay_out(self.prompt_token_ids, self.samples, self.trained)
+        return lay_out(self.prompt_token_ids, self.samples, self.trained, merged=self.is_merged)
+
+    @functools.cached_property
+    def is_merged(self) -> bool:
+        """Whether equal beginnings of its completions are computed once."""
+        return self.shares_prompt and merges(self.prompt_token_ids, self.samples)
 
     @functools.cached_property
     def _has_trees(self) -> bool:
-        return any(len(sample.segments) for sample in self.samples)
+        return self.is_merged or any(len(sample.segments) for sample in self.samples)
 
     @functools.cached_property
     def tokens(self) -> int:
@@ -102,9 +109,11 @@ class PackedRow:
 
     def flops(self, sizes: ModelSizes) -> float:
         """Operations of its forward pass."""
-        predicted = sum(sample.sampled_tokens for sample in self.samples) - sum(self.contexts)
-        windowed = [self.pairs_within(window) for window, _ in sizes.windows]
-        return forward_flops(self.tokens, self.visible_pairs, predicted, sizes, windowed)
+        if sizes not in self._flops:
+            predicted = sum(sample.sampled_tokens for sample in self.samples) - sum(self.contexts)
+            windowed = [self.pairs_within(window) for window, _ in sizes.windows]
+            self._flops[sizes] = forward_flops(self.tokens, self.visible_pairs, predicted, sizes, windowed)
+        return self._flops[sizes]
 
 
 def _causal_pairs(tokens: int, window: int) -> int:
@@ -171,6 +180,8 @@ class MicroBatch:
     """None: no sample has them."""
     routed: tuple[RoutedSample, ...] = ()
     """Samples whose experts are known."""
+    merged: int = 0
+    """Rows in which equal beginnings of completions are computed once."""
     ranks: int = 1
     """Ranks that hold equal parts of the row: tokens are this rank's, ``segments`` those of all."""
     shard: "Shard | None" = None
@@ -246,6 +257,7 @@ def micro_batch(rows: Sequence[PackedRow], sizes: ModelSizes = TOKENS_ALONE) -> 
         support=_support(samples, trained_S),
         teacher=_teacher(samples, trained_S),
         routed=tuple(each for row, start in zip(single, starts, strict=False) for each in _routed(row, int(start))),
+        merged=sum(row.is_merged for row in rows),
     )
 
 

@@ -55,6 +55,9 @@ def trained_lags(group: RolloutGroup, step: int, steps_of_versions: Steps, conte
 
 def token_lags(sample: Sample, lags: Mapping[PolicyVersion, int], context: int = 0) -> Float32Array:
     """Return the lag of each trained token, given those of versions."""
+    if len(sample.version_spans) == 1 and not len(sample.segments):
+        lag = lags[PolicyVersion(int(sample.version_spans[0, 1]))]
+        return np.full(len(sample.token_ids) - min(context, len(sample.token_ids)), lag, dtype=np.float32)
     versions, places = np.unique(sample.token_versions[trained_tokens(sample, context)], return_inverse=True)
     return np.array([lags[PolicyVersion(version)] for version in versions.tolist()], dtype=np.float32)[places]
 

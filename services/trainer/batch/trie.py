@@ -1,10 +1,12 @@
 """Lay out a row: a group's prompt and its samples, plain completions or trees, as one tree of segments.
 
-Given tokens at the beginning of samples (a system prompt, tools, the task) that are equal are computed once. What no
-trained token follows is not computed, and a segment with one continuation is one with it, except for the prompt.
+Given tokens at the beginning of samples (a system prompt, tools, the task) that are equal are computed once; so are equal
+beginnings of short completions (:func:`merges`). What no trained token follows is not computed, and a segment with one
+continuation is one with it, except for the prompt.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -14,6 +16,23 @@ from penstock.services.trainer.batch.segments import Int64Array, Segments
 from penstock.shared.bus.messages import Int32Array, Sample
 
 _COMPLETION = [(0, -1, 1)]
+_WORTH = 0.1
+"""Share of a row's tokens that merging has to save: each segment reads its ancestors' keys."""
+
+
+def merges(prompt_token_ids: Int32Array, samples: Sequence[Sample]) -> bool:
+    """Return whether equal beginnings of completions are computed once: where that saves a tenth of the row."""
+    if len(samples) < 2 or any(len(sample.segments) or sample.routes for sample in samples):
+        return False  # the routes of a token are its sample's
+    ids = sorted(sample.token_ids[:-1].tolist() for sample in samples)
+    saved = sum(_equal(first, second) for first, second in itertools.pairwise(ids))
+    return saved >= _WORTH * (len(prompt_token_ids) + sum(map(len, ids)))
+
+
+def _equal(first: Sequence[int], second: Sequence[int]) -> int:
+    """Return the number of equal tokens at the beginning."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((place for place, (mine, other) in pairs if mine != other), min(len(first), len(second)))
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -23,7 +42,7 @@ class _Node:
     first: int
     token_ids: Int32Array
     is_given: bool
-    """And everything before it."""
+    """And everything before it; of a merged row, always."""
     children: "list[_Node]" = dataclasses.field(default_factory=list)
     given: "dict[int, _Node]" = dataclasses.field(default_factory=dict)
     """Given children by their first token."""
@@ -46,10 +65,14 @@ class RowLayout:
 
 
 def lay_out(
-    prompt_token_ids: Int32Array, samples: Sequence[Sample], trained_S: Sequence[npt.NDArray[np.bool_]]
+    prompt_token_ids: Int32Array,
+    samples: Sequence[Sample],
+    trained_S: Sequence[npt.NDArray[np.bool_]],
+    *,
+    merged: bool = False,
 ) -> RowLayout:
-    """``trained_S``: which tokens of each sample are trained."""
-    trie = _Trie(prompt_token_ids)
+    """``trained_S``: which tokens of each sample are trained; ``merged``: equal beginnings are computed once."""
+    trie = _Trie(prompt_token_ids, merged=merged)
     numbers_S = [trie.add(sample) for sample in samples]
     input_ids_T, segments, columns = trie.compute(
         [numbers[trained] for numbers, trained in zip(numbers_S, trained_S, strict=True)]
@@ -60,7 +83,8 @@ def lay_out(
 
 
 class _Trie:
-    def __init__(self, prompt_token_ids: Int32Array) -> None:
+    def __init__(self, prompt_token_ids: Int32Array, *, merged: bool) -> None:
+        self._merged = merged
         self._root = _Node(0, prompt_token_ids, is_given=True)
         self._tokens = len(prompt_token_ids)
 
@@ -71,7 +95,7 @@ class _Trie:
         nodes: list[_Node] = []
         for (start, parent, is_sampled), end in zip(rows, [*[row[0] for row in rows[1:]], len(before)], strict=True):
             above = nodes[parent] if parent >= 0 else self._root
-            node, numbers = self._append(above, sample.token_ids[start:end], is_given=not is_sampled)
+            node, numbers = self._append(above, sample.token_ids[start:end], is_given=self._merged or not is_sampled)
             before[start] = above.last
             before[start + 1 : end] = numbers[:-1]
             nodes.append(node)
@@ -82,8 +106,8 @@ class _Trie:
         numbers: list[Int64Array] = []
         while is_given and len(token_ids) and (child := node.given.get(int(token_ids[0]))) is not None:
             most = min(len(child.token_ids), len(token_ids))
-            different = np.flatnonzero(child.token_ids[:most] != token_ids[:most])
-            equal = int(different[0]) if len(different) else most
+            differs = child.token_ids[:most] != token_ids[:most]
+            equal = int(differs.argmax()) if differs.any() else most
             node = child if equal == len(child.token_ids) else _split(node, child, equal)
             numbers.append(np.arange(node.first, node.first + equal))
             token_ids = token_ids[equal:]

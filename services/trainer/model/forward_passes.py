@@ -17,7 +17,7 @@ import hashlib
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -132,7 +132,8 @@ def digest(shares: Sequence[Sequence[Sequence[MicroBatch]]]) -> str:
     return hashlib.blake2b(repr(places).encode(), digest_size=16).hexdigest()
 
 
-def _places(micro_batch: MicroBatch) -> list[int] | tuple[int, list[int]]:
-    """Return the samples' places, with the number of ranks if several compute them together."""
+def _places(micro_batch: MicroBatch) -> Any:
+    """Return the samples' places, with the number of ranks if several compute them together, and that of merged rows."""
     places, shard = micro_batch.places_S.tolist(), micro_batch.shard
-    return places if shard is None else (shard.part.ranks, places)
+    of_ranks = places if shard is None else (shard.part.ranks, places)
+    return ("merged", micro_batch.merged, of_ranks) if micro_batch.merged else of_ranks

@@ -6,8 +6,9 @@ redis+sentinel://host:port,host:port/name   the primary that Sentinel names (red
 redis+cluster://host:port,host:port         a cluster; one run uses one slot (rediss+cluster: TLS)
 """
 
+import asyncio
 import re
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from typing import Any, Protocol, cast
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
@@ -58,8 +59,83 @@ _OPTIONS: dict[str, Any] = {
 }
 
 
+def _direct(kind: Any) -> Any:
+    """Return a connection class that writes at once; redis-py makes a task for each command, for the timeout."""
+
+    class Connection(kind):  # type: ignore[misc]
+        async def send_packed_command(self, command: Any, check_health: bool = True) -> None:
+            if not self.is_connected or self._writer.is_closing():
+                return await super().send_packed_command(command, check_health)  # type: ignore[no-any-return]
+            if check_health:
+                await self.check_health()
+            try:
+                self._writer.writelines(command)
+                if self._writer.transport.get_write_buffer_size():
+                    async with asyncio.timeout(self.socket_timeout):
+                        await self._writer.drain()
+            except BaseException:
+                await self.disconnect(nowait=True)
+                raise
+
+    return Connection
+
+
+class _Direct(redis.Redis):
+    """Redis whose commands keep a few connections; redis-py's pool, retries and records cost more than a command."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._kept: list[Any] = []
+
+    async def execute_command(self, *words: Any, **options: Any) -> Any:
+        return (await self.execute_all([words], options))[0]
+
+    async def execute_all(
+        self, commands: Sequence[Sequence[Any]], options: dict[str, Any], *, raise_on_error: bool = True
+    ) -> list[Any]:
+        """Run commands in one round trip; return the answers, and errors among them unless ``raise_on_error``."""
+        pool: Any = self.connection_pool
+        connection = self._kept.pop() if self._kept else await pool.get_connection()
+        try:
+            await pool.ensure_connection(connection)
+            packed = [part for words in commands for part in connection.pack_command(*words)]
+            await connection.send_packed_command(packed)
+            answers = [await self._answer(connection, words[0], options) for words in commands]
+        finally:
+            if len(self._kept) < _MOST_KEPT:
+                self._kept.append(connection)
+            else:
+                await pool.release(connection)
+        if raise_on_error and (error := next((each for each in answers if isinstance(each, ResponseError)), None)):
+            raise error
+        return answers
+
+    async def _answer(self, connection: Any, command: str, options: dict[str, Any]) -> Any:
+        try:
+            return await self.parse_response(connection, command, **options)
+        except ResponseError as error:
+            return error
+
+    def pipeline(self, transaction: bool = True, shard_hint: Any = None) -> Any:
+        return super().pipeline(transaction, shard_hint) if transaction else _Commands(self)
+
+
+class _Commands:
+    """A :class:`Pipeline` of a :class:`_Direct`."""
+
+    def __init__(self, client: _Direct) -> None:
+        self._client = client
+        self._commands: list[Sequence[Any]] = []
+
+    def execute_command(self, *words: Any) -> None:
+        self._commands.append(words)
+
+    async def execute(self, *, raise_on_error: bool = True) -> list[Any]:
+        return await self._client.execute_all(self._commands, {}, raise_on_error=raise_on_error)
+
+
 _ENCODE = "change bus.url; in a password, write / as %2F, @ as %40, : as %3A, # as %23, ? as %3F and % as %25"
-_MOST_CONNECTIONS = 64
+_MOST_CONNECTIONS, _MOST_KEPT = 64, 8
 
 
 def first_server(url: str) -> tuple[str, int] | None:
@@ -91,7 +167,8 @@ def open_client(url: str) -> Client:
         pool = redis.BlockingConnectionPool.from_url(
             url, max_connections=_MOST_CONNECTIONS, timeout=None, retry=Retry(NoBackoff(), 0), **_OPTIONS
         )
-        return cast(Client, redis.Redis.from_pool(pool))
+        pool.connection_class = _direct(pool.connection_class)
+        return cast(Client, _Direct.from_pool(pool))
     except ValueError:  # it may contain part of the password
         raise SettingsError(f"{redact(url)!r} is not a bus URL: {_ENCODE}") from None
 

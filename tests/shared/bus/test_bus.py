@@ -228,7 +228,7 @@ async def test_what_a_process_left_is_taken_again_however_much_it_is(bus: Bus) -
 
 
 async def test_a_consumer_gives_back_all_that_it_has_however_much_it_is(bus: Bus) -> None:
-    async with raw(bus).pipeline(transaction=False) as pipe:
+    async with raw(bus).pipeline(transaction=True) as pipe:
         for number in range(2003):
             pipe.xadd(bus.keys.of(PROMPTS), {"id": str(number), "data": b""})
         await pipe.execute()

@@ -10,6 +10,7 @@ import torch
 from penstock.services.trainer.batch.assignment import assign_pieces
 from penstock.services.trainer.batch.packing import PackedRow, micro_batch
 from penstock.services.trainer.batch.segments import Segments
+from penstock.services.trainer.model.forward_passes import digest
 from penstock.services.trainer.model.layers import attention_layout
 from penstock.services.trainer.model.layers.attention import PackedLayout
 from penstock.services.trainer.model.layers.attention_layout import CAUSAL, Pattern
@@ -102,3 +103,38 @@ def test_equal_openings_are_computed_once_and_what_nothing_trained_follows_is_no
     assert batch.position_ids_BT.tolist() == [[0, 1, 2, 3, 4, 3, 4, 5]]
     assert (batch.segments.starts_K.tolist(), batch.segments.parents_K.tolist()) == ([0, 3, 5], [-1, 0, 0])
     assert (batch.targets_N.tolist(), batch.columns_N.tolist()) == ([1, 2, 3, 3, 2, 1], [3, 4, 5, 6, 7, 5])
+
+
+def completions(prompt: list[int], *ids: list[int], routes: bytes = b"", shares_prompt: bool = True) -> PackedRow:
+    samples = tuple(
+        dataclasses.replace(builders.sample(tokens=len(own)), token_ids=np.array(own, np.int32), routes=routes)
+        for own in ids
+    )
+    places = tuple(range(len(ids)))
+    return PackedRow(np.array(prompt, np.int32), samples, places, shares_prompt=shares_prompt)
+
+
+def test_equal_beginnings_of_short_completions_are_computed_once() -> None:
+    row = completions([5, 6], [1, 2, 3], [1, 4], [1, 2, 9], [7], [1, 2])
+    batch = micro_batch([row])
+    assert (batch.input_ids_BT.tolist(), batch.position_ids_BT.tolist()) == ([[5, 6, 1, 2]], [[0, 1, 2, 3]])
+    assert (batch.segments.starts_K.tolist(), batch.segments.parents_K.tolist()) == ([0, 2], [-1, 0])
+    assert batch.targets_N.tolist() == [1, 2, 3, 1, 4, 1, 2, 9, 7, 1, 2]
+    assert batch.columns_N.tolist() == [1, 2, 3, 1, 2, 1, 2, 3, 1, 1, 2]
+    assert (row.tokens, batch.tokens, batch.merged) == (4, 4, 1)
+
+
+def test_completions_are_merged_where_that_saves_a_tenth_of_the_row_and_no_token_has_its_own_routes() -> None:
+    ids = ([1, 2, 3, 4, 5, 0], [1, 6, 7, 8, 9, 0])
+    assert micro_batch([completions([5], *ids)]).tokens == 11, "1 of 11 is less than a tenth"
+    assert not completions([5], *ids).is_merged
+    alike = ([1, 2, 3, 4, 5, 0], [1, 2, 7, 8, 9, 0])
+    assert micro_batch([completions([5], *alike)]).tokens == 9
+    assert micro_batch([completions([5], *alike, routes=b"claim")]).tokens == 11
+    assert micro_batch([completions([5], *alike, shares_prompt=False)]).tokens == 12
+
+
+def test_the_layout_in_the_journal_says_which_rows_were_merged() -> None:
+    """So that a step of a release that did not merge them is known to be replayed otherwise."""
+    merged, plain = completions([5], [1, 2, 0], [1, 2, 0]), completions([5], [1, 2, 0], [3, 4, 0])
+    assert digest([[[micro_batch([merged])]]]) != digest([[[micro_batch([plain])]]])
