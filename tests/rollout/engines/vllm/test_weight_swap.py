@@ -10,7 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.services.rollout.engines.vllm.swap.reload_repairs import fuse_gates_again, packing_experts_again
+from penstock.services.rollout.engines.vllm.swap.reload_repairs import (
+    fuse_gates_again,
+    fusing_gates,
+    packing_experts_again,
+)
 from penstock.services.rollout.engines.vllm.swap.weight_swap import WeightSwapper, _derived
 from penstock.shared.errors import SettingsError
 from tests.support import forge
@@ -35,7 +39,7 @@ def seen() -> dict[str, dict[str, Any]]:
 @needs_vllm
 @pytest.mark.parametrize("ranks", ["0of1", "0of2", "1of2"])
 @pytest.mark.parametrize("tied", ["tied", "untied"])
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "qwen3_moe", "mixtral", "qwen2_moe"])
 def test_a_plan_of_a_real_loader_is_that_loader(family: str, tied: str, ranks: str) -> None:
     results = seen()["loaders"][f"{family}-{tied}-{ranks}"]
     assert (results["path"], results["reason"]) == ("plan", "")
@@ -47,10 +51,10 @@ def test_a_plan_of_a_real_loader_is_that_loader(family: str, tied: str, ranks: s
 
 @pytest.mark.slow
 @needs_vllm
-def test_fused_experts_are_refused() -> None:
-    results = seen()["loaders"]["mixture"]
+def test_experts_that_are_packed_for_the_cpu_are_refused() -> None:
+    results = seen()["loaders"]["packed experts"]
     assert results["path"] == "layerwise"
-    assert "the loader copies what it computed" in results["reason"], "the experts of one tensor are cut apart"
+    assert results["reason"].endswith("routed_experts has its experts in the form of vLLM's backend CPU")
 
 
 @pytest.mark.slow
@@ -75,7 +79,7 @@ def test_an_engine_with_quantised_layers_has_the_bytes_of_vllms_own_load_after_a
 
 @pytest.mark.slow
 @needs_vllm
-@pytest.mark.parametrize("tied", ["tied", "untied", "mixtral"])
+@pytest.mark.parametrize("tied", ["tied", "untied", "mixtral", "qwen2_moe"])
 class TestAnEngineWhoseLayersArePacked:
     def test_is_reloaded_layer_by_layer_and_answers_with_the_new_weights(self, tied: str) -> None:
         results = seen()[tied]
@@ -105,6 +109,19 @@ class TestAnEngineWhoseLayersArePacked:
         assert not results["torn_last"]
 
 
+@pytest.mark.slow
+@needs_vllm
+def test_an_engine_whose_experts_are_as_loaded_is_swapped_by_a_plan_and_answers_with_the_new_weights() -> None:
+    """Its router and shared-expert gates are fused at its first step, and with each swap."""
+    results = seen()["unpacked"]
+    assert (results["path"], results["reason"]) == ("plan", "")
+    swapped = [results[name] for name in ("before", "unswapped", "swapped", "swapped_again", "streamed", "mended")]
+    assert max(*swapped, results["unchanged"], results["swapped_last"]) < WHOLE_GAP_NATS
+    assert results["taken"] == results["again"] == results["last"] == ["plan", results["stream_bytes"]]
+    assert results["torn"]
+    assert not results["torn_last"]
+
+
 class UnquantizedLinearMethod:
     """Named as vLLM's."""
 
@@ -113,10 +130,28 @@ class Fp8LinearMethod:
     """Named as vLLM's."""
 
 
+class AttentionImplBase:
+    """Named as vLLM's."""
+
+    def process_weights_after_loading(self) -> None:
+        """Do nothing."""
+
+
+class Flash(AttentionImplBase):
+    def __init__(self, sinks: object) -> None:
+        self.sinks = sinks
+
+
+class Infer(Flash):
+    def process_weights_after_loading(self) -> None:
+        """Be another than vLLM's."""
+
+
 class Attention(nn.Module):
-    def __init__(self, sinks: object = None) -> None:
+    def __init__(self, sinks: object = None, kernel: type[Flash] = Flash) -> None:
         super().__init__()
-        self.impl = SimpleNamespace(sinks=sinks)
+        self.sinks = sinks
+        self.impl = kernel(sinks)
 
     def process_weights_after_loading(self) -> None:
         """Do nothing."""
@@ -132,8 +167,12 @@ def layer(method: object) -> Any:
     return made
 
 
+SINKS = nn.Parameter(torch.ones(1), requires_grad=False)
+
+
 def test_a_model_of_plain_layers_derives_nothing_from_its_weights() -> None:
     assert _derived(nn.Sequential(layer(UnquantizedLinearMethod()), Attention(), layer(None))) == ""
+    assert _derived(nn.Sequential(Attention(SINKS), Attention(kernel=Infer))) == ""
 
 
 @pytest.mark.parametrize(
@@ -142,6 +181,7 @@ def test_a_model_of_plain_layers_derives_nothing_from_its_weights() -> None:
         (layer(Fp8LinearMethod()), "0 uses its weights through Fp8LinearMethod"),
         (MLAAttention(), "0 (MLAAttention) processes weights after loading"),
         (Attention(sinks=torch.ones(1)), "0 (Attention) processes weights after loading"),
+        (Attention(SINKS, Infer), "0 (Attention) processes weights after loading"),
     ],
 )
 def test_what_was_derived_from_weights_is_named(module: nn.Module, expected: str) -> None:
@@ -161,10 +201,11 @@ def test_a_model_with_layers_whose_quantisation_is_not_proven_is_refused_at_the_
 def test_gates_that_a_mixture_fused_at_its_first_step_are_fused_again_in_place() -> None:
     layer = nn.Module()
     layer.gate, layer.shared_expert_gate = nn.Linear(3, 2, bias=False), nn.Linear(3, 1, bias=False)
-    combined = torch.zeros(3, 3)
+    with torch.inference_mode():
+        combined = torch.zeros(3, 3)
     layer._combined_gate_weight = combined
     with torch.no_grad():
-        fuse_gates_again(nn.Sequential(layer, nn.Linear(1, 1)))
+        fuse_gates_again(fusing_gates(nn.Sequential(layer, nn.Linear(1, 1))))
     assert layer._combined_gate_weight is combined
     assert torch.equal(combined, torch.cat([layer.gate.weight, layer.shared_expert_gate.weight]))
 

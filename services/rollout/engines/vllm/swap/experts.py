@@ -30,15 +30,15 @@ def changed(layer: Any) -> str:
     if method.moe_kernel is None:
         return "has no kernel yet: vLLM has not processed its experts"
     kernel = type(method.moe_kernel.fused_experts)
-    if _processes(kernel):
+    if not inherits_processing(kernel, "FusedMoEExperts"):
         return f"has experts that {kernel.__name__} processes after loading"
     return _rewritten(layer)
 
 
-def _processes(kernel: Any) -> bool:
-    from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEExperts
-
-    return kernel.process_weights_after_loading is not FusedMoEExperts.process_weights_after_loading
+def inherits_processing(kernel: type, base: str) -> bool:
+    """Return whether ``kernel`` does no more after loading than vLLM's class ``base``, whose hook is empty."""
+    hook = getattr(kernel, "process_weights_after_loading", None)
+    return getattr(hook, "__qualname__", "") == f"{base}.process_weights_after_loading"
 
 
 def _rewritten(layer: Any) -> str:

@@ -27,7 +27,7 @@ from penstock.services.rollout.engines.checkpoint_form import CheckpointForm
 from penstock.services.rollout.engines.vllm.swap.copies import CopyPlan
 from penstock.services.rollout.engines.vllm.swap.copy_plan import CopyPlanRefused, Writes, first_cut, sources_of, trace
 from penstock.services.rollout.engines.vllm.swap.experts import METHOD as EXPERTS
-from penstock.services.rollout.engines.vllm.swap.experts import changed
+from penstock.services.rollout.engines.vllm.swap.experts import changed, inherits_processing
 from penstock.services.rollout.engines.vllm.swap.quantised import (
     PROVEN,
     QuantisingPlan,
@@ -335,11 +335,8 @@ def _derives_sinks(attention: Any, live: Collection[int]) -> bool:
     sinks = getattr(attention, "sinks", None)
     if sinks is None:
         return False
-    from vllm.v1.attention.backend import AttentionImplBase
-
-    plain = AttentionImplBase.process_weights_after_loading
-    hook = getattr(type(attention), "process_weights_after_loading", None)
-    return hook is not plain or sinks.untyped_storage()._cdata not in live
+    plain = inherits_processing(type(attention), "AttentionImplBase")
+    return not plain or sinks.untyped_storage()._cdata not in live
 
 
 @contextlib.contextmanager
