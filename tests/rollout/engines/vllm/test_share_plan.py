@@ -164,7 +164,15 @@ def test_a_shadow_needs_room_for_a_ranks_share(ranks: int, free: float, *, bucke
 
 
 CASES = ("qwen2/1/1", "qwen2/2/3", "qwen3/4/3", "phi3/2/1", "phi3/4/2", "gemma2/2/2", "gpt_neox/4/3")
-MIXTURES = ("qwen3_moe/2/1", "qwen3_moe+ep/4/2", "qwen2_moe/4/1", "mixtral/2/3", "olmoe/4/1", "granitemoe/2/2", "gpt_oss/1/1")
+MIXTURES = (
+    "qwen3_moe/2/1",
+    "qwen3_moe+ep/4/2",
+    "qwen2_moe/4/1",
+    "mixtral/2/3",
+    "olmoe/4/1",
+    "granitemoe/2/2",
+    "gpt_oss/1/1",
+)
 
 
 @cache

@@ -20,6 +20,7 @@ from penstock.shared.errors import SettingsError
 from tests.support import forge
 from tests.support.tolerance import FORWARD
 
+pytestmark = pytest.mark.timeout(1300)
 CPU = torch.device("cpu")
 WHOLE_GAP_NATS = FORWARD
 """Other weights differ by whole nats."""
@@ -32,7 +33,7 @@ needs_vllm = pytest.mark.skipif(
 
 @cache
 def seen() -> dict[str, dict[str, Any]]:
-    return forge.scenes("tests.support.vllm_models", timeout_s=400)[-1]
+    return forge.scenes("tests.support.vllm_models", timeout_s=1200)[-1]
 
 
 @pytest.mark.slow

@@ -22,12 +22,13 @@ _UNCHANGED = frozenset({"TRITON", "BATCHED_TRITON"})
 
 def changed(layer: Any) -> str:
     """Return why ``layer``'s live experts (of :data:`METHOD`) are not the loaded weights, or ""."""
-    method, backend = layer.quant_method, layer.quant_method.unquantized_backend.name
+    method: Any = layer.quant_method
+    backend = getattr(getattr(method, "unquantized_backend", None), "name", "unknown")
     if backend not in _UNCHANGED:
         return f"has its experts in the form of vLLM's backend {backend}"
-    if layer.moe_config.moe_parallel_config.enable_eplb:
+    if getattr(layer.moe_config.moe_parallel_config, "enable_eplb", True):
         return "moves its experts between ranks (expert parallel load balancing)"
-    if method.moe_kernel is None:
+    if getattr(method, "moe_kernel", None) is None:
         return "has no kernel yet: vLLM has not processed its experts"
     kernel = type(method.moe_kernel.fused_experts)
     if not inherits_processing(kernel, "FusedMoEExperts"):
