@@ -4,8 +4,7 @@
     fp8              the same families where vLLM quantises linear layers when it loads them
     tied, untied     an engine whose weights are swapped while it lives
     mixtral          another, of a mixture whose checkpoint holds each expert's matrices under names of their own
-    qwen2_moe        another, of a mixture that fuses its gates at its first step
-    unpacked         the same, with weights as on a GPU, which a plan writes
+    unpacked         another, of a mixture with shared experts and weights as on a GPU, which a plan writes
 
 vLLM keeps parallel state in globals and its CPU layers repack weights, so each scene is a fork of a process that has
 imported vLLM. Environment variables must be set before that import, hence the late imports.
@@ -398,7 +397,7 @@ def play(scene: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    scenes = sys.argv[1:] or ("loaders", "fp8", "tied", "untied", "mixtral", "qwen2_moe", "unpacked")
+    scenes = sys.argv[1:] or ("loaders", "fp8", "tied", "untied", "mixtral", "unpacked")
     os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
     os.environ["TORCHDYNAMO_DISABLE"] = "1"  # needs a compiler, and a path without spaces
     import vllm.v1.engine.llm_engine  # noqa: F401

@@ -1,5 +1,6 @@
 """Fused experts: only those that vLLM leaves as they were loaded are written by a plan."""
 
+import contextlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -77,6 +78,15 @@ def register_anew(layer: Any) -> None:
     layer.w2_weight = nn.Parameter(layer.w2_weight.data, requires_grad=False)
 
 
+def swallow_a_refusal(layer: Any) -> None:
+    with contextlib.suppress(Exception):
+        layer.w13_weight.add_(1)
+
+
+def fail(layer: Any) -> None:
+    raise AttributeError("no such kernel")
+
+
 def test_experts_that_vllm_leaves_as_they_are_may_be_written() -> None:
     assert changed(layer_of(keep)) == ""
     assert changed(layer_of(keep, "BATCHED_TRITON")) == ""
@@ -89,6 +99,8 @@ def test_experts_that_vllm_leaves_as_they_are_may_be_written() -> None:
         (zero_padding, "changed by vLLM after loading, by aten.zero_"),
         (move_rows, "changed by vLLM after loading, by aten.copy_"),
         (keep_another_form, "changed by vLLM after loading, by aten.clone"),
+        (swallow_a_refusal, "changed by vLLM after loading, by aten.add_"),
+        (fail, "cannot process again: AttributeError('no such kernel')"),
         (replace_data, "replaced by vLLM after loading"),
         (register_anew, "replaced by vLLM after loading"),
     ],

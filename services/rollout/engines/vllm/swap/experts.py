@@ -7,6 +7,7 @@ for Triton. So vLLM's own processing after loading runs on the live layer, with 
                                   ──▶ any other operation, or another parameter      changed: reloaded layer by layer
 """
 
+import copy
 from typing import Any
 
 import torch
@@ -45,14 +46,15 @@ def inherits_processing(kernel: type, base: str) -> bool:
 def _rewritten(layer: Any) -> str:
     held = dict(layer._parameters)
     data = {name: parameter.data for name, parameter in held.items()}
+    withheld = _Withheld(data.values())
     try:
-        with _Withheld(data.values()):
-            layer.quant_method.process_weights_after_loading(layer)
+        with withheld:
+            copy.copy(layer.quant_method).process_weights_after_loading(layer)
         same = all(layer._parameters.get(name) is parameter for name, parameter in held.items())
         moved = any(place_of(parameter.data) != place_of(data[name]) for name, parameter in held.items())
-        return "" if same and not moved else "has its experts replaced by vLLM after loading"
-    except CopyPlanRefused as refused:
-        return str(refused)
+        return withheld.reason or ("" if same and not moved else "has its experts replaced by vLLM after loading")
+    except Exception as error:  # of vLLM's
+        return withheld.reason or f"has experts that vLLM cannot process again: {error!r}"
     finally:
         for name, parameter in held.items():
             parameter.data = data[name]
@@ -65,6 +67,7 @@ class _Withheld(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, live: Any) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.reason = ""
         self._live = {tensor.untyped_storage()._cdata for tensor in live}
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -74,4 +77,5 @@ class _Withheld(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return operation(*args, **(kwargs or {}))
         if operation is torch.ops.aten.copy_.default and place_of(args[0]) == place_of(args[1]):
             return args[0]
-        raise CopyPlanRefused(f"has its experts changed by vLLM after loading, by {operation}")
+        self.reason = self.reason or f"has its experts changed by vLLM after loading, by {operation}"
+        raise CopyPlanRefused(self.reason)
