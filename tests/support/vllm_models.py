@@ -182,7 +182,8 @@ def saved(policy: Any) -> dict[str, torch.Tensor]:
 
     with tempfile.TemporaryDirectory() as folder:
         policy.save_pretrained(folder)
-        return load_file(Path(folder) / "model.safetensors")
+        tensors: dict[str, torch.Tensor] = load_file(Path(folder) / "model.safetensors")
+    return tensors
 
 
 def built(config: Any, value: float) -> Any:

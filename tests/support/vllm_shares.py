@@ -256,7 +256,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 32},
 }
-RANKS = defaultdict(lambda: (1, 2, 4), {"gpt_oss": (1,)})
+RANKS: defaultdict[str, tuple[int, ...]] = defaultdict(lambda: (1, 2, 4), {"gpt_oss": (1,)})
 """On other ranks GPT-OSS's loader writes zeros into the biases that it is given, so these ranks have no plan."""
 
 

@@ -109,7 +109,7 @@ def test_processing_that_does_more_is_named_and_undone(process: Any, expected: s
     layer = layer_of(process)
     held, places = list(layer.parameters()), [parameter.data_ptr() for parameter in layer.parameters()]
     assert expected in changed(layer)
-    assert all(one is other for one, other in zip(layer.parameters(), held, strict=True))
+    assert all(now is before for now, before in zip(layer.parameters(), held, strict=True))
     assert [parameter.data_ptr() for parameter in layer.parameters()] == places
     assert torch.equal(layer.w13_weight, torch.arange(24.0).reshape(2, 4, 3))
     assert torch.equal(layer.w2_weight, torch.arange(12.0).reshape(2, 3, 2))

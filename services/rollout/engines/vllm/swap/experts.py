@@ -53,7 +53,7 @@ def _rewritten(layer: Any) -> str:
         same = all(layer._parameters.get(name) is parameter for name, parameter in held.items())
         moved = any(place_of(parameter.data) != place_of(data[name]) for name, parameter in held.items())
         return withheld.reason or ("" if same and not moved else "has its experts replaced by vLLM after loading")
-    except Exception as error:  # of vLLM's
+    except Exception as error:  # noqa: BLE001 (vLLM's processing raises anything)
         return withheld.reason or f"has experts that vLLM cannot process again: {error!r}"
     finally:
         for name, parameter in held.items():
