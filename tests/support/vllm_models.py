@@ -1,9 +1,10 @@
 """Scenes with real vLLM models on the CPU; prints one JSON line of results.
 
-    loaders          the loaders of three families, whole and as one rank of two
+    loaders          the loaders of dense families and mixtures, whole and as one rank of two
     fp8              the same families where vLLM quantises linear layers when it loads them
     tied, untied     an engine whose weights are swapped while it lives
     mixtral          another, of a mixture whose checkpoint holds each expert's matrices under names of their own
+    unpacked         another, of a mixture with shared experts and weights as on a GPU, which a plan writes
 
 vLLM keeps parallel state in globals and its CPU layers repack weights, so each scene is a fork of a process that has
 imported vLLM. Environment variables must be set before that import, hence the late imports.
@@ -27,6 +28,8 @@ from transformers import (
     MixtralForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -45,9 +48,12 @@ FAMILIES = {
     "llama": (LlamaConfig, LlamaForCausalLM),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
     "mixtral": (MixtralConfig, MixtralForCausalLM),
+    "qwen2_moe": (Qwen2MoeConfig, Qwen2MoeForCausalLM),
 }
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "decoder_sparse_step": 1}
 SIZES = {
-    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "decoder_sparse_step": 1},
+    "qwen3_moe": _EXPERTS,
+    "qwen2_moe": {**_EXPERTS, "shared_expert_intermediate_size": 64},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
 }
 CPU = torch.device("cpu")
@@ -111,11 +117,14 @@ def through_one_buffer(buckets: list[torch.Tensor], stop_at: int = -1) -> Iterat
 
 
 def loaders(folder: Path) -> dict[str, Any]:
-    """Swap models that were built but not loaded: their linear layers are unpacked, as on a GPU."""
+    """Swap models that were built but not loaded: their linear layers are unpacked, as on a GPU; then their experts too."""
+    from tests.support.unpacked import unpack_experts
+
     seen: dict[str, Any] = {
-        "mixture": mixture(folder)
+        "packed experts": mixture(folder)
     }  # first, as its groups are made for mixtures and serve the others too
-    for family in ("qwen2", "qwen3", "llama"):
+    unpack_experts()
+    for family in ("qwen2", "qwen3", "llama", "qwen3_moe", "mixtral", "qwen2_moe"):
         for tied in (True, False):
             reference(0, tied, family).save_pretrained(folder / f"{family}-{tied}")
             for rank, ranks in ((0, 1), (0, 2), (1, 2)):
@@ -150,7 +159,7 @@ def swapped_by_plan(path: str, policy: Any, rank: int, ranks: int) -> dict[str, 
     with set_current_vllm_config(config):
         as_rank(rank, ranks)
         live, streamed, loaded = built(config, 9.0), built(config, 7.0), built(config, 5.0)
-        loaded.load_weights(iter(tensors.items()))
+        loaded.load_weights(iter(saved(policy).items()))
         swapper = WeightSwapper(live, config, CPU)
         swapper.prepare(tensors)
         untouched = all((parameter == 9.0).all() for parameter in live.parameters())
@@ -167,11 +176,25 @@ def swapped_by_plan(path: str, policy: Any, rank: int, ranks: int) -> dict[str, 
     }
 
 
+def saved(policy: Any) -> dict[str, torch.Tensor]:
+    """Return the tensors of ``policy``'s checkpoint, which vLLM's own loader reads."""
+    from safetensors.torch import load_file
+
+    with tempfile.TemporaryDirectory() as folder:
+        policy.save_pretrained(folder)
+        tensors: dict[str, torch.Tensor] = load_file(Path(folder) / "model.safetensors")
+    return tensors
+
+
 def built(config: Any, value: float) -> Any:
+    """Return a model of ``value`` whose experts vLLM has processed, as after loading; linear layers are not."""
     from vllm.model_executor.model_loader.utils import initialize_model
 
     config.compilation_config.static_forward_context.clear()
     model = initialize_model(config)
+    for module in list(model.modules()):
+        if hasattr(module, "w13_weight"):
+            module.quant_method.process_weights_after_loading(module)
     for parameter in model.parameters():
         parameter.data.fill_(value)
     return model
@@ -270,6 +293,14 @@ def same(first: Any, other: Any) -> bool:
 # ---------------------------------------------------------------- engine
 
 
+def unpacked(folder: Path) -> dict[str, Any]:
+    from tests.support.unpacked import unpack_experts, unpack_linear_layers
+
+    unpack_experts()
+    unpack_linear_layers()
+    return engine(folder, False, "qwen2_moe")
+
+
 def engine(folder: Path, tied: bool, family: str = "qwen2") -> dict[str, Any]:
     reference(0, tied, family).save_pretrained(folder)
     llm, worker = opened(folder, dtype="float32")
@@ -361,13 +392,13 @@ def gap(llm: Any, policy: Any) -> float:
 
 def play(scene: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
-        if scene in ("loaders", "fp8"):
-            return loaders(Path(folder)) if scene == "loaders" else quantised(Path(folder))
+        if scene in ("loaders", "fp8", "unpacked"):
+            return {"loaders": loaders, "fp8": quantised, "unpacked": unpacked}[scene](Path(folder))
         return engine(Path(folder), scene == "tied", scene if scene in FAMILIES else "qwen2")
 
 
 def main() -> None:
-    scenes = sys.argv[1:] or ("loaders", "fp8", "tied", "untied", "mixtral")
+    scenes = sys.argv[1:] or ("loaders", "fp8", "tied", "untied", "mixtral", "unpacked")
     os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
     os.environ["TORCHDYNAMO_DISABLE"] = "1"  # needs a compiler, and a path without spaces
     import vllm.v1.engine.llm_engine  # noqa: F401

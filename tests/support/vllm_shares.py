@@ -2,8 +2,8 @@
 
     python -m tests.support.vllm_shares FAMILY/TENSOR_PARALLEL/SOURCES …
 
-Linear layers are unpacked, as on a GPU: the models are built, not loaded. Each rank's model is loaded by vLLM's own loader
-beside, which is the reference.
+Linear layers and experts are unpacked, as on a GPU. Each rank's model is loaded from the version's checkpoint by vLLM's own
+loader beside, which is the reference.
 """
 
 import asyncio
@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -75,11 +76,11 @@ class Rank:
         self.swapper.prepare(self.shadow.tensors())
         return self.swapper.swap()[0]
 
-    def is_as_loaded(self, tensors: Tensors) -> bool:
+    def is_as_loaded(self, checkpoint: Tensors) -> bool:
         from tests.support.vllm_models import same
 
         self._pose()
-        self.loaded.load_weights(iter(tensors.items()))
+        self.loaded.load_weights(iter(checkpoint.items()))
         return same(self.live, self.loaded)
 
 
@@ -151,7 +152,13 @@ async def pull(puller: Puller, ranks: Sequence[Rank], address: str, record: Poli
 
 
 async def case(
-    ranks: Sequence[Rank], versions: Sequence[Tensors], sources: int, bucket_bytes: int, *, whole: bool
+    ranks: Sequence[Rank],
+    versions: Sequence[Tensors],
+    checkpoints: Sequence[Tensors],
+    sources: int,
+    bucket_bytes: int,
+    *,
+    whole: bool,
 ) -> dict[str, Any]:
     """Pull and swap every version; return what was seen."""
     layout = layout_of(versions[0], bucket_bytes)
@@ -159,7 +166,7 @@ async def case(
     puller = Puller(DeviceLocation(), len(ranks), PATIENCE_S, weights.secret)
     sent: Counter = session.SENT_BYTES
     right, path, before, seconds = [], "", sent._value.get(), []
-    for version, tensors in enumerate(versions, 1):
+    for version, (tensors, checkpoint) in enumerate(zip(versions, checkpoints, strict=True), 1):
         shots = snapshots_of(layout, tensors, version, sources)
         with served(shots) as address:
             began_s = time.monotonic()
@@ -167,7 +174,7 @@ async def case(
             seconds.append(round(time.monotonic() - began_s, 3))
             paths = {rank.swap(offered) for rank in ranks}
             (path,) = paths
-            right.append(all(rank.is_as_loaded(tensors) for rank in ranks))
+            right.append(all(rank.is_as_loaded(checkpoint) for rank in ranks))
     await puller.close()
     for rank in ranks:
         rank.receiver.close()
@@ -181,22 +188,41 @@ async def case(
 
 
 def play(
-    folder: Path, policies: Sequence[Any], parallel: int, sources: int, dtype: str = "float32", *, whole: bool = False
+    folder: Path,
+    policies: Sequence[Any],
+    parallel: int,
+    sources: int,
+    dtype: str = "float32",
+    *,
+    whole: bool = False,
+    by_expert: bool = False,
 ) -> dict[str, Any]:
-    """Pull the weights of ``policies`` (transformers models) into a replica of ``parallel`` ranks, as shares or ``whole``."""
+    """Pull the weights of ``policies`` (transformers models) into a replica of ``parallel`` ranks, as shares or ``whole``.
+
+    ``by_expert``: each rank holds whole experts instead of a part of every expert.
+    """
     from vllm.config import set_current_vllm_config
     from vllm.engine.arg_utils import EngineArgs
 
+    from tests.support.unpacked import unpack_experts
+    from tests.support.vllm_models import saved
+
+    unpack_experts()
     policies[0].save_pretrained(folder)
     config = EngineArgs(
-        model=str(folder), skip_tokenizer_init=True, dtype=dtype, max_model_len=64
+        model=str(folder),
+        skip_tokenizer_init=True,
+        dtype=dtype,
+        max_model_len=64,
+        enable_expert_parallel=by_expert,
     ).create_engine_config()
     versions = [{name: of.data.clone() for name, of in policy.named_parameters()} for policy in policies]
     largest = max(tensor.nbytes for tensor in versions[0].values())
     with set_current_vllm_config(config), torch.no_grad():
         _join()
         ranks = [Rank(config, rank, parallel) for rank in range(parallel)]
-        return asyncio.run(case(ranks, versions, sources, 2 * largest, whole=whole))
+        checkpoints = [saved(policy) for policy in policies]
+        return asyncio.run(case(ranks, versions, checkpoints, sources, 2 * largest, whole=whole))
 
 
 @functools.cache
@@ -212,6 +238,7 @@ SIZES: dict[str, Any] = {
     "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 """Two key-value heads, so that four ranks hold each of them twice; vLLM pads the vocabulary to 64."""
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "decoder_sparse_step": 1}
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {"tie_word_embeddings": True},
     "qwen3": {"tie_word_embeddings": False},
@@ -222,7 +249,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "granite": {},
     "starcoder2": {},
     "gpt_neox": {},
+    "qwen3_moe": _EXPERTS,
+    "qwen2_moe": {**_EXPERTS, "shared_expert_intermediate_size": 64, "num_key_value_heads": 4},
+    "mixtral": {"num_local_experts": 4},
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+    "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 32},
 }
+RANKS: defaultdict[str, tuple[int, ...]] = defaultdict(lambda: (1, 2, 4), {"gpt_oss": (1,)})
+"""On other ranks GPT-OSS's loader writes zeros into the biases that it is given, so these ranks have no plan."""
 
 
 def policy(family: str, seed: int, **sizes: Any) -> Any:
@@ -233,12 +268,13 @@ def policy(family: str, seed: int, **sizes: Any) -> Any:
 
 
 def seen(name: str) -> dict[str, Any]:
-    """Play FAMILY/TENSOR_PARALLEL/SOURCES; return what was seen, or the error."""
+    """Play FAMILY/TENSOR_PARALLEL/SOURCES, or FAMILY+ep/… with whole experts per rank; return what was seen, or the error."""
     family, parallel, sources = name.split("/")
+    by_expert = family.endswith("+ep")
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
         try:
-            policies = [policy(family, seed) for seed in (1, 2)]
-            return {"case": name, **play(Path(folder), policies, int(parallel), int(sources))}
+            policies = [policy(family.removesuffix("+ep"), seed) for seed in (1, 2)]
+            return {"case": name, **play(Path(folder), policies, int(parallel), int(sources), by_expert=by_expert)}
         except Exception as error:
             place = traceback.extract_tb(error.__traceback__)[-1]
             return {"case": name, "error": f"{error!r} at {Path(place.filename).name}:{place.lineno}"[:500]}

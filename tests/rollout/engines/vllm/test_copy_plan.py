@@ -186,6 +186,37 @@ def test_a_cast_between_floating_point_types_is_a_copy() -> None:
     assert same(layer, loaded(layer, tensors))
 
 
+def test_experts_that_are_cut_from_a_stacked_tensor_are_copies_of_it() -> None:
+    """As transformers cuts them: halves made contiguous, then one expert each; one rank of two takes half of its rows."""
+    fused, down = torch.full((3, 4, 5), 9.0), torch.full((3, 5, 2), 9.0)
+    tensors = {"gate_up": torch.randn(3, 8, 5), "down": torch.randn(3, 5, 4)}
+
+    def load(pairs: Pairs) -> None:
+        (_, gate_up), (_, whole) = pairs
+        for half, values in enumerate(gate_up.chunk(2, dim=1)):
+            for expert, rows in enumerate(values.contiguous().chunk(3, dim=0)):
+                fused[expert, 2 * half : 2 * half + 2].copy_(rows.squeeze().narrow(0, 2, 2))
+        down.copy_(whole.narrow(2, 2, 2).contiguous())
+
+    plan = trace(load, tensors, {"fused": fused, "down": down})
+    assert bool((fused == 9.0).all())
+    plan.replay()
+    gate, up = tensors["gate_up"].chunk(2, dim=1)
+    assert torch.equal(fused, torch.cat([gate[:, 2:], up[:, 2:]], dim=1))
+    assert torch.equal(down, tensors["down"][:, :, 2:])
+    assert plan.nbytes == fused.nbytes + down.nbytes
+
+
+def test_a_copy_whose_own_order_a_loader_needs_is_refused() -> None:
+    weight = torch.zeros(12)
+
+    def load(pairs: Pairs) -> None:
+        for _, tensor in pairs:
+            weight.copy_(tensor.t().contiguous().view(12))
+
+    assert "refused the tensors" in reason(load, {"weight": weight}, a=torch.randn(3, 4))
+
+
 def reason(load: Callable[[Pairs], object], parameters: dict[str, Tensor], **tensors: Tensor) -> str:
     with pytest.raises(CopyPlanRefused) as refused:
         trace(load, tensors, parameters)
@@ -232,6 +263,7 @@ COMPUTED: dict[str, Callable[[Tensor, Tensor], object]] = {
     "decides by the values": lambda weight, tensor: weight.copy_(tensor) if tensor.sum() > 0 else None,
     "by the values of a tensor": lambda weight, tensor: weight.fill_(tensor[0].item()),
     "writes into the shadow": lambda weight, tensor: tensor.mul_(2),
+    "or into a copy of it": lambda weight, tensor: weight.copy_(tensor.clone().mul_(2)),
     "turns torch.float32 into torch.int32": lambda weight, tensor: weight.view(torch.int32).copy_(tensor),
 }
 

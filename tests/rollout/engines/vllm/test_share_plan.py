@@ -164,17 +164,26 @@ def test_a_shadow_needs_room_for_a_ranks_share(ranks: int, free: float, *, bucke
 
 
 CASES = ("qwen2/1/1", "qwen2/2/3", "qwen3/4/3", "phi3/2/1", "phi3/4/2", "gemma2/2/2", "gpt_neox/4/3")
+MIXTURES = (
+    "qwen3_moe/2/1",
+    "qwen3_moe+ep/4/2",
+    "qwen2_moe/4/1",
+    "mixtral/2/3",
+    "olmoe/4/1",
+    "granitemoe/2/2",
+    "gpt_oss/1/1",
+)
 
 
 @cache
 def seen() -> dict[str, dict[str, Any]]:
-    return forge.scenes("tests.support.vllm_shares", *CASES, timeout_s=400)[-1]
+    return forge.scenes("tests.support.vllm_shares", *CASES, *MIXTURES, timeout_s=400)[-1]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(500)
 @needs_vllm
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", CASES + MIXTURES)
 def test_real_models_of_all_ranks_are_those_of_vllms_own_loader_after_each_pull(case: str) -> None:
     """Family / ranks / sources."""
     results = seen()[case]

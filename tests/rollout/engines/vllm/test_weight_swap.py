@@ -10,12 +10,17 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.services.rollout.engines.vllm.swap.reload_repairs import fuse_gates_again, packing_experts_again
+from penstock.services.rollout.engines.vllm.swap.reload_repairs import (
+    fuse_gates_again,
+    fusing_gates,
+    packing_experts_again,
+)
 from penstock.services.rollout.engines.vllm.swap.weight_swap import WeightSwapper, _derived
 from penstock.shared.errors import SettingsError
 from tests.support import forge
 from tests.support.tolerance import FORWARD
 
+pytestmark = pytest.mark.timeout(1300)
 CPU = torch.device("cpu")
 WHOLE_GAP_NATS = FORWARD
 """Other weights differ by whole nats."""
@@ -28,14 +33,14 @@ needs_vllm = pytest.mark.skipif(
 
 @cache
 def seen() -> dict[str, dict[str, Any]]:
-    return forge.scenes("tests.support.vllm_models", timeout_s=400)[-1]
+    return forge.scenes("tests.support.vllm_models", timeout_s=1200)[-1]
 
 
 @pytest.mark.slow
 @needs_vllm
 @pytest.mark.parametrize("ranks", ["0of1", "0of2", "1of2"])
 @pytest.mark.parametrize("tied", ["tied", "untied"])
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "qwen3_moe", "mixtral", "qwen2_moe"])
 def test_a_plan_of_a_real_loader_is_that_loader(family: str, tied: str, ranks: str) -> None:
     results = seen()["loaders"][f"{family}-{tied}-{ranks}"]
     assert (results["path"], results["reason"]) == ("plan", "")
@@ -47,10 +52,10 @@ def test_a_plan_of_a_real_loader_is_that_loader(family: str, tied: str, ranks: s
 
 @pytest.mark.slow
 @needs_vllm
-def test_fused_experts_are_refused() -> None:
-    results = seen()["loaders"]["mixture"]
+def test_experts_that_are_packed_for_the_cpu_are_refused() -> None:
+    results = seen()["loaders"]["packed experts"]
     assert results["path"] == "layerwise"
-    assert "the loader copies what it computed" in results["reason"], "the experts of one tensor are cut apart"
+    assert results["reason"].endswith("routed_experts has its experts in the form of vLLM's backend CPU")
 
 
 @pytest.mark.slow
@@ -105,6 +110,18 @@ class TestAnEngineWhoseLayersArePacked:
         assert not results["torn_last"]
 
 
+@pytest.mark.slow
+@needs_vllm
+def test_an_engine_whose_experts_are_as_loaded_is_swapped_by_a_plan_and_answers_with_the_new_weights() -> None:
+    results = seen()["unpacked"]
+    assert (results["path"], results["reason"]) == ("plan", "")
+    swapped = [results[name] for name in ("before", "unswapped", "swapped", "swapped_again", "streamed", "mended")]
+    assert max(*swapped, results["unchanged"], results["swapped_last"]) < WHOLE_GAP_NATS
+    assert results["taken"] == results["again"] == results["last"] == ["plan", results["stream_bytes"]]
+    assert results["torn"]
+    assert not results["torn_last"]
+
+
 class UnquantizedLinearMethod:
     """Named as vLLM's."""
 
@@ -113,10 +130,28 @@ class Fp8LinearMethod:
     """Named as vLLM's."""
 
 
+class AttentionImplBase:
+    """Named as vLLM's."""
+
+    def process_weights_after_loading(self) -> None:
+        """Do nothing."""
+
+
+class Flash(AttentionImplBase):
+    def __init__(self, sinks: object) -> None:
+        self.sinks = sinks
+
+
+class Infer(Flash):
+    def process_weights_after_loading(self) -> None:
+        """Be another than vLLM's."""
+
+
 class Attention(nn.Module):
-    def __init__(self, sinks: object = None) -> None:
+    def __init__(self, sinks: object = None, kernel: type[Flash] = Flash) -> None:
         super().__init__()
-        self.impl = SimpleNamespace(sinks=sinks)
+        self.sinks = sinks
+        self.impl = kernel(sinks)
 
     def process_weights_after_loading(self) -> None:
         """Do nothing."""
@@ -132,8 +167,12 @@ def layer(method: object) -> Any:
     return made
 
 
+SINKS = nn.Parameter(torch.ones(1), requires_grad=False)
+
+
 def test_a_model_of_plain_layers_derives_nothing_from_its_weights() -> None:
     assert _derived(nn.Sequential(layer(UnquantizedLinearMethod()), Attention(), layer(None))) == ""
+    assert _derived(nn.Sequential(Attention(SINKS), Attention(kernel=Infer))) == ""
 
 
 @pytest.mark.parametrize(
@@ -142,6 +181,7 @@ def test_a_model_of_plain_layers_derives_nothing_from_its_weights() -> None:
         (layer(Fp8LinearMethod()), "0 uses its weights through Fp8LinearMethod"),
         (MLAAttention(), "0 (MLAAttention) processes weights after loading"),
         (Attention(sinks=torch.ones(1)), "0 (Attention) processes weights after loading"),
+        (Attention(SINKS, Infer), "0 (Attention) processes weights after loading"),
     ],
 )
 def test_what_was_derived_from_weights_is_named(module: nn.Module, expected: str) -> None:
@@ -161,10 +201,11 @@ def test_a_model_with_layers_whose_quantisation_is_not_proven_is_refused_at_the_
 def test_gates_that_a_mixture_fused_at_its_first_step_are_fused_again_in_place() -> None:
     layer = nn.Module()
     layer.gate, layer.shared_expert_gate = nn.Linear(3, 2, bias=False), nn.Linear(3, 1, bias=False)
-    combined = torch.zeros(3, 3)
+    with torch.inference_mode():
+        combined = torch.zeros(3, 3)
     layer._combined_gate_weight = combined
     with torch.no_grad():
-        fuse_gates_again(nn.Sequential(layer, nn.Linear(1, 1)))
+        fuse_gates_again(fusing_gates(nn.Sequential(layer, nn.Linear(1, 1))))
     assert layer._combined_gate_weight is combined
     assert torch.equal(combined, torch.cat([layer.gate.weight, layer.shared_expert_gate.weight]))
 

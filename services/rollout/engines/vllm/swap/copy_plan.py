@@ -4,6 +4,7 @@ Only the model's loader knows how parameters are fused and sharded. It runs once
 recorded instead of made::
 
     load_weights ──▶ recorder ──▶ copy_(parameter view, shadow view)      a copy of the plan
+                                  clone(shadow view)                      that view (experts cut from a stacked tensor)
                                   fill_(parameter view, constant)         a fill (padded vocabularies)
                                   anything else into a parameter          CopyPlanRefused
 
@@ -110,13 +111,14 @@ def _put_back(live: Tensors, held: Tensors) -> str:
     """Undo ``parameter.data = …``, which dispatch modes miss; return the first such name."""
     first = ""
     for name, tensor in live.items():
-        if _place(tensor.data) != _place(held[name]):
+        if place_of(tensor.data) != place_of(held[name]):
             tensor.data = held[name]
             first = first or name
     return first
 
 
-def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
+def place_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Return what two tensors share exactly if they are the same view of the same memory."""
     return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
 
 
@@ -167,10 +169,12 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         taken = _tensors((args, kwargs))
         written = written_by(operation, args, kwargs)
         if any(tensor in self.sources for tensor in written):
-            self._refuse(f"the loader writes into the shadow by {operation}")
+            self._refuse(f"the loader writes into the shadow, or into a copy of it, by {operation}")
         if any(tensor in self.destinations for tensor in written):
             self._write(operation, args, kwargs)
             return args[0]
+        if operation is _aten.clone.default and args[0] in self.sources:
+            return args[0].detach()  # an unchanged copy; where a loader needs another order, its view is refused
         if any(tensor not in self._made for tensor in written):
             self._refuse(f"the loader writes by {operation} into a tensor that is neither parameter nor buffer")
         result = operation(*args, **kwargs)

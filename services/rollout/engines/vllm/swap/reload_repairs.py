@@ -2,7 +2,7 @@
 
 import contextlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import ModuleType
 from typing import Any
 from unittest import mock
@@ -42,13 +42,19 @@ def packing_experts_again(model: nn.Module, device: torch.device) -> Iterator[No
                 method.moe_kernel = kernel
 
 
-def fuse_gates_again(model: nn.Module) -> None:
-    """Copy router and shared-expert gates into the tensor that a mixture fuses at its first step."""
-    for module in model.modules():
+def fusing_gates(model: nn.Module) -> list[nn.Module]:
+    """Return the mixtures of ``model`` that fuse router and shared-expert gates into one tensor at their first step."""
+    return [module for module in model.modules() if hasattr(module, "_combined_gate_weight")]
+
+
+def fuse_gates_again(mixtures: Iterable[nn.Module]) -> None:
+    """Copy the gates into the tensor that was fused of them, as of a step: enqueued, and in inference mode."""
+    for module in mixtures:
         layer: Any = module
-        combined = getattr(layer, "_combined_gate_weight", None)
+        combined = layer._combined_gate_weight
         if combined is not None:
-            combined.copy_(torch.cat([layer.gate.weight, layer.shared_expert_gate.weight], dim=0))
+            with torch.inference_mode():
+                torch.cat([layer.gate.weight, layer.shared_expert_gate.weight], dim=0, out=combined)
 
 
 @contextlib.contextmanager

@@ -10,14 +10,14 @@
     pieces(layout), swap_share    ──▶ the plan over a shadow of this rank's share alone: path "shares"
 
 Plans are also refused if loading derives other state from weights (CPU packing, quantization, MLA's absorbed
-projections, fused experts). Refused weights leave the live ones unchanged; a failed stream or reload leaves them
+projections, permuted experts). Refused weights leave the live ones unchanged; a failed stream or reload leaves them
 ``torn`` until the next swap. Call between two decoding steps, in the worker's thread.
 """
 
 import contextlib
 import logging
 import operator
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -26,6 +26,8 @@ from torch import nn
 from penstock.services.rollout.engines.checkpoint_form import CheckpointForm
 from penstock.services.rollout.engines.vllm.swap.copies import CopyPlan
 from penstock.services.rollout.engines.vllm.swap.copy_plan import CopyPlanRefused, Writes, first_cut, sources_of, trace
+from penstock.services.rollout.engines.vllm.swap.experts import METHOD as EXPERTS
+from penstock.services.rollout.engines.vllm.swap.experts import changed, inherits_processing
 from penstock.services.rollout.engines.vllm.swap.quantised import (
     PROVEN,
     QuantisingPlan,
@@ -37,6 +39,7 @@ from penstock.services.rollout.engines.vllm.swap.quantised import (
 from penstock.services.rollout.engines.vllm.swap.reload_repairs import (
     counting_direct_writes,
     fuse_gates_again,
+    fusing_gates,
     packing_experts_again,
     process_tied,
 )
@@ -70,6 +73,7 @@ class WeightSwapper:
         self._plan: CopyPlan | None = None
         self._layout = ""
         self._packed: tuple[FlatSnapshot, CopyPlan] | None = None
+        self._fusing: list[nn.Module] = []
         self._live: list[torch.Tensor] = []
         self._addresses: list[int] = []
 
@@ -110,6 +114,7 @@ class WeightSwapper:
                 reason = str(refused)
         self.path, self.reason = ("layerwise", reason) if plan is None else ("plan", "")
         self._plan, self._tensors, self._layout, self._packed = plan, dict(tensors), "", None
+        self._fusing = fusing_gates(self._model)
         self._live = list(self._model.parameters())
         self._addresses = [parameter.data_ptr() for parameter in self._live]
         self._say()
@@ -121,6 +126,7 @@ class WeightSwapper:
         if self._plan is not None:
             with torch.inference_mode(False):
                 copied = self._plan.replay()
+            fuse_gates_again(self._fusing)
         else:
             copied = self._reload(self._tensors.items())
         self.torn = False
@@ -165,6 +171,7 @@ class WeightSwapper:
         self.torn = True
         with torch.inference_mode(False):
             copied = self._packed[1].replay()
+        fuse_gates_again(self._fusing)
         self.torn = False
         return "shares", copied
 
@@ -218,6 +225,7 @@ class WeightSwapper:
                 copied += plan.replay_part(number, bucket)
                 self._wait()  # the next bucket reuses the buffer
             plan.replay_fills()
+        fuse_gates_again(self._fusing)
         self._wait()
         return copied
 
@@ -261,7 +269,7 @@ class WeightSwapper:
                 finally:  # parameters must never stay on the meta device
                     finalize_layerwise_reload(self._model, self._config.model_config)
             process_tied(self._model)
-            fuse_gates_again(self._model)
+            fuse_gates_again(self._fusing)
         self._wait()
         return given
 
@@ -306,16 +314,29 @@ def _unproven(name: str, module: nn.Module) -> str:
 
 
 def _derived(model: nn.Module) -> str:
+    live = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
     for name, module in model.named_modules():
         kind = type(module).__name__
-        if reason := _unproven(name, module):
+        if method_of(module) == EXPERTS:
+            if reason := changed(module):
+                return f"{name} {reason}"
+        elif reason := _unproven(name, module):
             return reason
         if hasattr(module, "cpu_linear"):
             return f"{name} holds its weight a second time, packed for the CPU"
-        processes = callable(getattr(module, "process_weights_after_loading", None))
-        if processes and (kind != "Attention" or getattr(module.impl, "sinks", None) is not None):
+        processes = callable(getattr(module, "process_weights_after_loading", None)) and kind != EXPERTS
+        if processes and (kind != "Attention" or _derives_sinks(module.impl, live)):
             return f"{name} ({kind}) processes weights after loading"
     return ""
+
+
+def _derives_sinks(attention: Any, live: Collection[int]) -> bool:
+    """Return whether a kernel has attention sinks of its own, or may make some of the parameter's."""
+    sinks = getattr(attention, "sinks", None)
+    if sinks is None:
+        return False
+    plain = inherits_processing(type(attention), "AttentionImplBase")
+    return not plain or sinks.untyped_storage()._cdata not in live
 
 
 @contextlib.contextmanager
