@@ -16,7 +16,7 @@ from penstock.shared.process.service import leave
 
 
 def main(store: str, rank: int) -> None:
-    dist.init_process_group("fake", store=dist.FileStore(store, 2), rank=rank, world_size=2)
+    dist.init_process_group("fake", store=dist.FileStore(store, 2), rank=rank, world_size=2)  # type: ignore[attr-defined]
     sent = Command(CommandKind.FREE, rung=3, offload_bytes=7.0) if rank == 0 else None
     received = share(sent)
     assert (received.kind, received.rung, received.offload_bytes) == (CommandKind.FREE, 3, 7.0), received
