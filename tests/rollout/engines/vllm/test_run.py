@@ -20,6 +20,7 @@ async def up(folder: Path, more: list[str]) -> str:
         "--run.id=vllm",
         f"--run.folder={folder}",
         f"--run.steps={STEPS}",
+        "--trainer.warmup_steps=2",
         "--rollout.engine=vllm",
         "--rollout.replicas=1",
         "--rollout.vllm.arguments.enforce_eager=true",
