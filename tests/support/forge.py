@@ -112,10 +112,10 @@ def fork(command: Sequence[str], environment: Mapping[str, str], output: IO[Any]
     return Forked(int(link.recv(_MESSAGE_BYTES)), ended)
 
 
-async def up(words: Sequence[object], output: Path) -> None:
-    """Run `penstock up`, which must succeed, with its output in ``output``."""
+async def up(words: Sequence[object], output: Path, command: str = "up") -> None:
+    """Run `penstock up`, or another command that runs to its end; it must succeed, with its output in ``output``."""
     with output.open("w") as file:
-        process = start("penstock.services.cli", ["up", *words], file)
+        process = start("penstock.services.cli", [command, *words], file)
     try:
         code = await asyncio.to_thread(process.wait, _RUN_S)
     finally:

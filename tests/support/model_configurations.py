@@ -149,7 +149,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "recurrent_gemma": {"lru_width": 64, "num_key_value_heads": 1, "block_types": ["recurrent", "recurrent", "attention"]},
     "zamba": {
-        "num_key_value_heads": 4, "num_hidden_layers": 6, "attn_layer_period": 3, "attn_layer_offset": 2,
+        "num_key_value_heads": 4, "num_hidden_layers": 4, "attn_layer_period": 1, "attn_layer_offset": 0,
         "attention_hidden_size": 128, "attention_head_dim": 32, "n_mamba_heads": 2,
     },
     "zamba2": {

@@ -101,19 +101,19 @@ def apart(policy: Policy, rows: list[PackedRow], ranks: int) -> tuple[float, flo
 
 
 def of_family(name: str, ranks: int) -> str | tuple[float, float]:
-    """Return the sentence that refuses it, or how far it is: shared prompts, and trees."""
+    """Return the sentence that refuses it, or how far it is: shared prompts and trees, in one micro-batch."""
     try:
         policy = built(name)
         policy.trunk.check_shards(ranks)
     except SettingsError as error:
         return str(error)
     vocabulary = model_configurations.VOCABULARY
-    batches = [
-        model_zoo.groups(model_zoo.LONG),
-        [trees.group(0, vocabulary, 40), trees.group(1, vocabulary, 2, samples=1)],
+    rows = [
+        *model_zoo.groups(model_zoo.LONG),
+        trees.group(0, vocabulary, 40, samples=2),
+        trees.group(1, vocabulary, 2, samples=1),
     ]
-    results = [apart(policy, rows, ranks) for rows in batches]
-    return max(nats for nats, _ in results), max(gradient for _, gradient in results)
+    return apart(policy, rows, ranks)
 
 
 def attention(ranks: int) -> dict[str, float]:

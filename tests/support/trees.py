@@ -125,7 +125,7 @@ def trie_tokens(row: PackedRow) -> int:
 
 
 SHAPES = ((0, 140, 5), (1, 0, 150))
-"""Per micro-batch of 4 trees: seed, tokens of the prompt, of the opening. Longer than windows of 24, and forked (128)."""
+"""Per micro-batch of 3 trees: seed, tokens of the prompt, of the opening. Longer than windows of 24, and forked (128)."""
 
 _CONTEXT = 170
 """Tokens of the longest sequence of ``model_zoo.LONG``."""
@@ -170,7 +170,11 @@ def compare(
 
 def _gap(policy: Policy, model: Any, seed: int, prompt: int, opening: int) -> model_zoo.Gap:
     of = VOCABULARY
-    rows = [group(seed, of, prompt, opening=opening), group(seed + 1000, of, 2, samples=1), alike(seed, of)]
+    rows = [
+        group(seed, of, prompt, samples=2, opening=opening, segments=6),
+        group(seed + 1000, of, 2, samples=1, segments=6),
+        alike(seed, of),
+    ]
     batch = micro_batch(rows)
     if policy.trunk.packing == "rows" and batch.tokens != sum(map(trie_tokens, rows)):
         raise AssertionError(f"expected {sum(map(trie_tokens, rows))} computed tokens, found {batch.tokens}")

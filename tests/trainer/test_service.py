@@ -6,8 +6,6 @@ import dataclasses
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -569,14 +567,12 @@ async def test_a_wrong_setting_is_one_sentence(
     tmp_path: Path, server: Server, change: str, sentence: str, code: int
 ) -> None:
     run = Run(tmp_path, server, "wrong")
-    done = await asyncio.to_thread(
-        subprocess.run,
-        [sys.executable, "-m", "penstock.services.trainer", "--config", str(run.config), change],
-        cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S,
-    )  # fmt: skip
-    assert done.returncode == code
-    assert sentence in done.stderr
-    assert "Traceback" not in done.stderr
+    with run.log.open("w") as log:
+        process = forge.start("penstock.services.trainer", ["--config", run.config, change], log)
+        assert await asyncio.to_thread(process.wait, PATIENCE_S) == code
+    said = run.log.read_text()
+    assert sentence in said
+    assert "Traceback" not in said
 
 
 async def test_a_trainer_that_stops_alone_keeps_its_device_until_its_memory_is_free(

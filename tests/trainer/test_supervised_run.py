@@ -25,24 +25,41 @@ LEAST_STEPS, EVALUATED_EVERY = 30, 10
 PROBLEMS = 500
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
 Problem = Mapping[str, str]
+OWN: Mapping[str, object] = {
+    "algorithm.groups_per_step": GROUPS,
+    "trainer.checkpoint_every_steps": 7,
+    "evaluation.every_steps": EVALUATED_EVERY,
+    "evaluation.path": ROOT / "examples" / "arithmetic" / "heldout.jsonl",
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("turns", [1, 2])
-async def test_demonstrations_are_trained_once_whatever_is_killed_and_rl_begins_with_the_result(
-    tmp_path: Path, turns: int
-) -> None:
-    """In two turns, half of the tokens after the prompt are given, and no policy foretells them."""
-    flags: dict[str, object] = (
-        {"data.completion_field": "answer"} if turns == 1 else _in_turns(tmp_path, _demonstration)
-    )
-    run, steps = await _through_kills(tmp_path, flags)
+async def test_demonstrations_are_trained_once_whatever_is_killed_and_rl_begins_with_the_result(tmp_path: Path) -> None:
+    run, steps = await _through_kills(tmp_path, {"data.completion_field": "answer"})
+    _assert_learned(steps)
+    await _reinforce(tmp_path, run)
+
+
+@pytest.mark.slow
+async def test_demonstrations_of_two_turns_are_learned(tmp_path: Path) -> None:
+    """Half of the tokens after the prompt are given, and no policy foretells them. Pairs of two turns are killed below."""
+    flags = {
+        **OWN,
+        **_in_turns(tmp_path, _demonstration),
+        "run.steps": LEAST_STEPS,
+        "run.folder": tmp_path,
+        "run.id": "sft",
+    }
+    words = [f"--{name}={value}" for name, value in flags.items()]
+    await forge.up(["config/arithmetic.toml", *words], tmp_path / "output.txt", "sft")
+    _assert_learned(_steps(tmp_path / "sft", LEAST_STEPS))
+
+
+def _assert_learned(steps: list[dict[str, float]]) -> None:
     losses = {step["step"]: step["evaluation_loss"] for step in steps if "evaluation_loss" in step}
     assert list(losses) == _evaluated(steps)
     assert losses[len(steps)] <= losses[1] / 2
     assert all("reward_mean" not in step for step in steps), "demonstrations have no rewards"
-    if turns == 1:
-        await _reinforce(tmp_path, run)
 
 
 @pytest.mark.slow
@@ -105,13 +122,7 @@ async def _through_kills(folder: Path, flags: dict[str, object]) -> tuple[Run, l
 
     The run is resumed for its last steps: until then it has no end that it might reach between two kills.
     """
-    own = {
-        "algorithm.groups_per_step": GROUPS,
-        "trainer.checkpoint_every_steps": 7,
-        "evaluation.every_steps": EVALUATED_EVERY,
-        "evaluation.path": ROOT / "examples" / "arithmetic" / "heldout.jsonl",
-    }
-    async with running(folder, flags={**own, **flags}, command="sft") as run:
+    async with running(folder, flags={**OWN, **flags}, command="sft") as run:
         bus = await run.connect()
         for name in ("trainer-0", "coordinator-0", "valkey"):
             await run.more_steps(bus, 4)
@@ -128,9 +139,13 @@ async def _through_kills(folder: Path, flags: dict[str, object]) -> tuple[Run, l
         assert (status.state, status.step) == (RunState.FINISHED, last)
         assert (await audit_groups(bus))["trained"] == last * GROUPS
         await audit_versions(bus)
-    steps = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+    return run, _steps(run.folder, last)
+
+
+def _steps(folder: Path, last: int) -> list[dict[str, float]]:
+    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [step["step"] for step in steps] == list(range(1, last + 1))
-    return run, steps
+    return steps
 
 
 async def _reinforce(folder: Path, run: Run) -> None:

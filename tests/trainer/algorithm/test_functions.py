@@ -1,7 +1,5 @@
 """Laws of loss and advantage functions by import path."""
 
-import os
-import signal
 from typing import Any
 
 import numpy as np
@@ -18,6 +16,7 @@ from tests.trainer.algorithm.test_update import Rank, batch, settings
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 HERE = "tests.trainer.algorithm.test_functions"
+FILTERS = "tests.support.filter_functions"
 
 
 def clipped(*, policy_logprobs: Tensor, anchor_logprobs: Tensor, advantages: Tensor, **others: Tensor) -> Tensor:
@@ -47,14 +46,6 @@ def infinite(rewards: Float32Array) -> Any:
         return 1.0 / (rewards - rewards)
 
 
-def undecided(**_: Any) -> Any:
-    return 1
-
-
-def deadly(**_: Any) -> Any:
-    os.kill(os.getpid(), signal.SIGSEGV)
-
-
 NOT_A_FUNCTION = 3
 
 
@@ -80,9 +71,9 @@ def test_a_users_loss_and_advantage_move_the_weights_as_the_same_ones_of_penstoc
         ({"loss": f"{HERE}:NOT_A_FUNCTION"}, "it is no function but int"),
         ({"loss": "nowhere.to_be:found"}, "ModuleNotFoundError: No module named 'nowhere'"),
         ({"advantage": f"{HERE}:infinite"}, "algorithm.advantage: .*expected a finite advantage of each of 4 samples"),
-        ({"filter": f"{HERE}:undecided"}, "algorithm.filter: .*:undecided failed in a trial .TypeError: expected True or False, found int"),
-        ({"filter": f"{HERE}:deadly"}, "algorithm.filter: .*:deadly failed in a trial .it ended its process by SIGSEGV.: it must"),
-        ({"filter": f"{HERE}:raising"}, "algorithm.filter: .*KeyError: 'temperature'"),
+        ({"filter": f"{FILTERS}:undecided"}, "algorithm.filter: .*:undecided failed in a trial .TypeError: expected True or False, found int"),
+        ({"filter": f"{FILTERS}:crashing"}, "algorithm.filter: .*:crashing failed in a trial .it ended its process by SIGSEGV.: it must"),
+        ({"filter": f"{FILTERS}:raising"}, "algorithm.filter: .*KeyError: 'temperature'"),
     ],
 )  # fmt: skip
 def test_a_function_that_cannot_be_used_is_refused_before_the_first_step(

@@ -1,7 +1,7 @@
 """The teaching example makes the trainer's step: the same batch moves the same weights to the same place."""
 
 import importlib.util
-import subprocess
+import runpy
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from penstock.shared.bus.messages import Experience
-from tests.conftest import PATIENCE_S
 from tests.support import tiny
 from tests.support.tolerance import GRADIENT
 from tests.trainer.algorithm.test_update import Rank, batch, settings
@@ -70,8 +69,7 @@ def test_the_page_makes_the_trainers_step() -> None:
     assert float((moved - page_moved).norm() / moved.norm()) < 1e-3, "AdamW divides by gradients that nearly vanish"
 
 
-def test_the_page_runs() -> None:
-    done = subprocess.run(
-        [sys.executable, str(PAGE), "--steps", "1"], capture_output=True, text=True, timeout=PATIENCE_S, check=True
-    )
-    assert done.stdout.startswith("step   1  reward 0.")
+def test_the_page_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", [str(PAGE), "--steps", "1"])
+    runpy.run_path(str(PAGE), run_name="__main__")
+    assert capsys.readouterr().out.startswith("step   1  reward 0.")

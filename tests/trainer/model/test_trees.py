@@ -35,7 +35,7 @@ def one_thread() -> Iterator[None]:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", sorted(model_page.verdicts().rows))
 def test_trees_have_the_logprobs_and_gradients_of_their_branches(name: str) -> None:
-    """Eight random trees of every configuration that is packed."""
+    """Six random trees of every configuration that is packed."""
     for gap in trees.compare(name):
         assert gap.logprob_nats < EXACT, gap
         assert gap.gradient < EXACT, gap

@@ -4,11 +4,7 @@ import asyncio
 import contextlib
 import dataclasses
 import hashlib
-import os
 import pickle
-import signal
-import sys
-import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -30,46 +26,12 @@ from penstock.shared.bus.streams import EVENTS, EXPERIENCE, PROMPTS, ROLLOUTS
 from penstock.shared.errors import Fenced, ShelfLost
 from penstock.shared.settings import Settings
 from tests.conftest import PATIENCE_S, until
-from tests.support import builders
+from tests.support import builders, filter_functions
 from tests.support.coordinator_players import generating
 from tests.support.raw_redis import raw
 
 V = PolicyVersion
-HERE = __name__
-
-SEEN = "PENSTOCK_TEST_SEEN"
-"""Environment variable with the path to which the filter's process writes what it was given last."""
-
-
-def keeping(**group: Any) -> bool:
-    """Keep groups whose first sample is right; write what was given."""
-    Path(os.environ[SEEN]).write_bytes(pickle.dumps(group))
-    print("{}")
-    if group["rewards"][0] > 1:
-        raise ValueError("a reward over 1")
-    return bool(group["rewards"][0] == 1.0)
-
-
-def deadly(**group: Any) -> bool:
-    """End the process for wrong rewards."""
-    if group["rewards"][0] > 1:
-        os.kill(os.getpid(), signal.SIGSEGV)
-    if group["rewards"][1] > 1:
-        os._exit(7)
-    if group["rewards"][1] > 0:
-        sys.exit("enough")
-    return True
-
-
-def endless(**group: Any) -> bool:
-    """Never answer for a wrong first sample."""
-    while group["rewards"][0] == 0.0:
-        time.sleep(1.0)
-    return True
-
-
-def keeping_nothing(**_: Any) -> bool:
-    return False
+FILTERS = "tests.support.filter_functions"
 
 
 def settings(on_stale: str = "drop", max_lag: int = 1) -> Settings:
@@ -500,13 +462,13 @@ async def test_with_dynamic_sampling_groups_without_signal_leave_counted_and_fre
 
 
 def filtered(name: str, **more: Any) -> Settings:
-    return Settings.model_validate({"algorithm": {"groups_per_step": 2, "filter": f"{HERE}:{name}", **more}})
+    return Settings.model_validate({"algorithm": {"groups_per_step": 2, "filter": f"{FILTERS}:{name}", **more}})
 
 
 async def test_groups_that_a_users_filter_does_not_keep_leave_counted_and_what_it_fails_for_is_buried(
     bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(SEEN, str(tmp_path / "seen"))
+    monkeypatch.setenv(filter_functions.SEEN, str(tmp_path / "seen"))
     for group_id, rewards in enumerate([(0.0, 1.0), (1.0, 0.0), (2.0, 0.0), (1.0, 1.0)]):
         experience = builders.experience(group_id, rewards)
         await bus.append(EXPERIENCE, {"id": str(group_id), "data": wire.encode(experience)})
@@ -515,7 +477,7 @@ async def test_groups_that_a_users_filter_does_not_keep_leave_counted_and_what_i
         assert ids(await intake.next_batch(0, wait_s=PATIENCE_S)) == [1, 3]
     assert await bus.counts() == {"dropped:filtered": 1, "dead:experience": 1}
     ((reason, _),) = await _reasons(bus)
-    assert f"algorithm.filter: {HERE}:keeping failed for train.jsonl:3 (ValueError: a reward over 1)" in reason
+    assert f"algorithm.filter: {FILTERS}:keeping failed for train.jsonl:3 (ValueError: a reward over 1)" in reason
     assert intake.left["filtered"] == 1
     group, seen = experience.group, pickle.loads((tmp_path / "seen").read_bytes())
     assert seen["rewards"].tolist() == [1.0, 1.0]
@@ -533,7 +495,7 @@ async def test_a_filter_that_ends_its_process_costs_its_group_and_the_trainer_co
     async with filling(intake):
         assert ids(await intake.next_batch(0, wait_s=PATIENCE_S)) == [0, 4]
     assert await bus.counts() == {"dead:experience": 3}
-    failed = f"algorithm.filter: {HERE}:deadly failed for train.jsonl:"
+    failed = f"algorithm.filter: {FILTERS}:deadly failed for train.jsonl:"
     correct = "): correct the function, or change algorithm.filter"
     endings = (
         "2 (it ended its process by SIGSEGV",
@@ -555,14 +517,14 @@ async def test_a_filter_that_does_not_answer_costs_its_group_and_the_trainer_con
     async with filling(intake):
         assert ids(await intake.next_batch(0, wait_s=PATIENCE_S)) == [0, 2]
     ((reason, _),) = await _reasons(bus)
-    assert f"{HERE}:endless failed for train.jsonl:2 (it did not answer within 0.3 s)" in reason
+    assert f"{FILTERS}:endless failed for train.jsonl:2 (it did not answer within 0.3 s)" in reason
 
 
 async def test_demonstrations_are_not_filtered(bus: Bus) -> None:
     for group_id in (0, 1, 2):
         await show(bus, group_id)
     await generate(bus, 3, 4, 5)
-    intake = Intake(bus, Live(bus, mixing(filter=f"{HERE}:keeping_nothing")), {V(0): 0})
+    intake = Intake(bus, Live(bus, mixing(filter=f"{FILTERS}:keeping_nothing")), {V(0): 0})
     async with filling(intake):
         assert ids(await intake.next_batch(0, wait_s=PATIENCE_S)) == [0, 1, 2]
 
@@ -578,7 +540,7 @@ async def test_a_filter_that_keeps_nothing_is_reported_once_for_a_step(
         await until(lambda: _counted(bus, {"dropped:filtered": 6}))
     (told,) = [event for _, event in await bus.newest(EVENTS, Event, 10)]
     assert (told.name, told.fields) == ("filter keeps little", {"groups": 4})
-    assert f"{HERE}:keeping_nothing has not kept 4 groups" in told.detail
+    assert f"{FILTERS}:keeping_nothing has not kept 4 groups" in told.detail
 
 
 async def test_where_nothing_has_signal_any_more_groups_are_taken_all_the_same(

