@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from penstock.services.coordinator.evaluation.evaluator import Due, Evaluator
-from penstock.services.coordinator.evaluation.results import Evaluation, Evaluations, summarize
+from penstock.services.coordinator.evaluation.results import Evaluation, Evaluations, sentence, summarize
 from penstock.services.coordinator.run.lifecycle import due
 from penstock.services.coordinator.service import load_data, make_evaluator
 from penstock.shared.bus import streams
@@ -60,6 +60,9 @@ async def test_accuracy_is_the_share_of_rewards_above_the_threshold(bus: Bus, tm
     assert (evaluation.initial, evaluation.final, evaluation.note, evaluation.set) == (True, False, "", "heldout")
     assert await Evaluations(bus).read() == [evaluation]
     assert await is_clean(bus)
+    all_right = dataclasses.replace(evaluation, accuracy=1.0)
+    assert "counts as correct" not in sentence(evaluation)
+    assert sentence(all_right).endswith("every answer counts as correct (evaluation.correct_above)")
 
 
 async def test_problems_are_decoded_greedily_once_under_the_evaluated_version(bus: Bus, tmp_path: Path) -> None:
