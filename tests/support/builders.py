@@ -47,6 +47,12 @@ def sample(text: str = "46", version: int = 0, finish: FinishReason = FinishReas
     )
 
 
+def unlike(place: int, tokens: int) -> Sample:
+    """Return a sample of which no beginning is that of another place: equal ones are computed once."""
+    made = sample(tokens=tokens)
+    return dataclasses.replace(made, token_ids=made.token_ids + np.int32(100 * place))
+
+
 def tree(version: int = 0) -> Sample:
     """An episode: question, turn, observation, turn; another turn at the question."""
     sampled = np.array([0, 0, 0, 1, 1, 0, 0, 1, 1, 1], dtype=np.float32)

@@ -193,9 +193,9 @@ def test_a_steps_report_says_how_its_episodes_were_played() -> None:
 
 def test_context_is_computed_and_not_trained() -> None:
     laid = micro_batch([dataclasses.replace(row(3, 3, 2), contexts=(2, 0))])
-    assert laid.input_ids_BT.tolist() == [[0, 1, 2, 0, 1, 0]]
+    assert laid.input_ids_BT.tolist() == [[0, 1, 2, 0, 1, 100]]
     assert laid.columns_N.tolist() == [4, 2, 5]
-    assert laid.targets_N.tolist() == [2, 0, 1]
+    assert laid.targets_N.tolist() == [2, 100, 101]
     assert laid.lengths_S.tolist() == [1, 2]
 
 
@@ -208,17 +208,17 @@ def test_the_learning_rate_depends_on_the_step_alone() -> None:
 
 
 def row(prompt: int, *lengths: int) -> PackedRow:
-    samples = tuple(builders.sample(tokens=length) for length in lengths)
+    samples = tuple(builders.unlike(place, length) for place, length in enumerate(lengths))
     return PackedRow(np.arange(prompt, dtype=np.int32), samples, tuple(range(len(lengths))))
 
 
 def test_a_group_lies_in_one_row_with_its_prompt_once() -> None:
     laid = micro_batch([row(3, 3, 2)])
-    assert laid.input_ids_BT.tolist() == [[0, 1, 2, 0, 1, 0]]
+    assert laid.input_ids_BT.tolist() == [[0, 1, 2, 0, 1, 100]]
     assert laid.position_ids_BT.tolist() == [[0, 1, 2, 3, 4, 3]]
     assert laid.segments.starts_K.tolist() == [0, 3, 5]
     assert laid.columns_N.tolist() == [2, 3, 4, 2, 5]
-    assert laid.targets_N.tolist() == [0, 1, 2, 0, 1]
+    assert laid.targets_N.tolist() == [0, 1, 2, 100, 101]
     assert (laid.lengths_S.tolist(), laid.places_S.tolist()) == ([3, 2], [0, 1])
 
 

@@ -586,7 +586,7 @@ def test_the_sizes_of_a_model_are_its_linear_layers_and_its_attention() -> None:
 
 
 def test_a_row_sees_its_prompt_once_and_each_completion_its_own() -> None:
-    row = PackedRow(np.arange(3, dtype=np.int32), (builders.sample(tokens=3), builders.sample(tokens=2)), (0, 1))
+    row = PackedRow(np.arange(3, dtype=np.int32), (builders.unlike(0, 3), builders.unlike(1, 2)), (0, 1))
     assert row.visible_pairs == 6 + (2 * 3 + 3) + (1 * 3 + 1)
 
 
@@ -606,7 +606,7 @@ def test_rows_fill_as_few_micro_batches_as_longest_first_finds_and_costs_are_eve
 
 
 def test_a_row_that_fits_nowhere_is_split_so_that_costs_stay_even_unless_it_must_stay_whole() -> None:
-    samples = tuple(builders.sample(tokens=7) for _ in range(3))
+    samples = tuple(builders.unlike(place, 7) for place in range(3))
     group = PackedRow(np.arange(2, dtype=np.int32), samples, (1, 2, 3))  # 2 + 3 · 6 tokens
     actual = [*[long_row(n) for n in (60, 50, 40, 30)], group]
     assert lengths(assign_pieces(actual, 105, 1)) == [[[60, 30, 14], [50, 40, 8]]]
@@ -614,7 +614,7 @@ def test_a_row_that_fits_nowhere_is_split_so_that_costs_stay_even_unless_it_must
 
 
 def group_row(prompt: int, samples: int, tokens: int) -> PackedRow:
-    of_group = tuple(builders.sample(tokens=tokens) for _ in range(samples))
+    of_group = tuple(builders.unlike(place, tokens) for place in range(samples))
     return PackedRow(np.arange(prompt, dtype=np.int32), of_group, tuple(range(samples)))
 
 
