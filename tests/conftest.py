@@ -40,6 +40,12 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("penstock")
 
 
+if (
+    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+):  # of a shell's background job, from which tests' processes would have it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
     """Collection imports torch, transformers and vLLM in each test process."""

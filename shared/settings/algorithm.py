@@ -197,6 +197,7 @@ class AlgorithmSettings(RuleSettings, BatchSettings):
 _LONG_TOKENS = 8_192
 _TOKEN_S = 0.05
 """Seconds in which a busy replica draws a token of each sample."""
+_PLAYERS = frozenset({"environment", "tools", "mcp", "openenv", "executor", "agent", "agent_url", "verifiers"})
 _DEADLINES = (
     ("evaluation", "timeout_s", 600.0),
     ("episodes", "deadline_s", 1800.0),
@@ -222,10 +223,15 @@ def follow_length(values: Any) -> Any:
     limits = guards.get("limits", {}) if isinstance(guards, dict) else None
     if longest * _TOKEN_S > LIMITS["stalled"] and isinstance(limits, dict):
         tables = {**tables, "guards": {**guards, "limits": {"stalled": longest * _TOKEN_S, **limits}}}
-    if not tables.get("episodes"):
+    if not _plays(tables.get("episodes")):
         defaults.pop("episodes", None)
     given = {table: tables.get(table, {}) for table in defaults}
     return {**tables, **{table: {**defaults[table], **own} for table, own in given.items() if isinstance(own, dict)}}
+
+
+def _plays(episodes: object) -> bool:
+    """Whether a run has episodes, of which each turn may be that long."""
+    return isinstance(episodes, dict) and any(value for name, value in episodes.items() if name in _PLAYERS)
 
 
 def _may_mask(algorithm: dict[str, Any]) -> bool:

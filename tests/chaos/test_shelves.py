@@ -20,6 +20,10 @@ async def _claims(bus: Bus) -> bool:
     return bool(held) and all(b"claim" in data[:20] for data in held.values())
 
 
+async def _gone(bus: Bus, held: set[bytes]) -> bool:
+    return not held & (await bus.hgetall(PAYLOADS)).keys()
+
+
 def _lose_every_copy(run: Run) -> None:
     for folder in (run.folder / "shelf").iterdir():
         shutil.rmtree(folder, ignore_errors=True)
@@ -40,6 +44,8 @@ async def test_killed_holders_lose_nothing_and_lost_copies_only_their_groups(tmp
             await run.until(functools.partial(run.send, name, signal.SIGKILL))
             shutil.rmtree(run.folder / "shelf" / name, ignore_errors=True)
             await run.more_steps(bus, 2)
+            held = set(await bus.hgetall(PAYLOADS))
+            await run.until(functools.partial(_gone, bus, held))  # they have one copy only
         assert await _lost(bus) == 0, "each payload of a host that is gone has a copy elsewhere"
         await run.until(lambda: run.send("trainer-0", signal.SIGKILL))
         await run.more_steps(bus, 2)

@@ -118,3 +118,9 @@ def test_defaults_of_long_completions_are_those_that_they_can_meet(tokens: objec
     assert Settings.model_validate({**long, "algorithm": {"preset": "dpo"}}).algorithm.on_stale == "drop"
     plain, short = Settings(), Settings.model_validate({"sampling": {"max_new_tokens": 8_191}})
     assert short.model_dump(exclude={"sampling"}) == plain.model_dump(exclude={"sampling"})
+
+
+def test_a_table_of_episodes_without_a_player_gets_no_deadline_that_nobody_set() -> None:
+    long = {"sampling": {"max_new_tokens": 131_072}}
+    plain = Settings.model_validate({**long, "episodes": {"max_turns": 8}})
+    assert plain.episodes.deadline_s == Settings().episodes.deadline_s

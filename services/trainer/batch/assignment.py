@@ -67,8 +67,8 @@ def _by_length(rows: Sequence[PackedRow], max_tokens: int, *, split: bool) -> tu
     """Return the rows of samples that need more than ``max_tokens``, and those of the others."""
     long, short = list[PackedRow](), list[PackedRow]()
     for row in rows:
-        whole = row.tokens > max_tokens
-        longer = [whole and (not split or only(row, [n]).tokens > max_tokens) for n in range(len(row.samples))]
+        whole = row.size > max_tokens
+        longer = [whole and (not split or only(row, [n]).size > max_tokens) for n in range(len(row.samples))]
         for of, chosen in ((long, True), (short, False)):
             if kept := [n for n, is_long in enumerate(longer) if is_long == chosen]:
                 of.append(only(row, kept))
@@ -111,7 +111,7 @@ def _in_fewer(
 
     Rows of a little more than half of ``max_tokens`` would otherwise fill half of every micro-batch.
     """
-    tokens = [sum(row.tokens for row in share) for share in shares]
+    tokens = [sum(row.size for row in share) for share in shares]
     least = max(1, *(before - -own // max_tokens for before, own in zip(made, tokens, strict=True)))
     for tried in sorted({math.ceil(least * more) for more in _TRIED}):
         if tried > _FEWER * count:
@@ -121,7 +121,7 @@ def _in_fewer(
             for share, before in zip(shares, made, strict=True)
         ]
         fitting = [chunks for chunks in spread if chunks is not None]
-        repeated = sum(row.tokens for chunks in fitting for chunk in chunks for row in chunk) - sum(tokens)
+        repeated = sum(row.size for chunks in fitting for chunk in chunks for row in chunk) - sum(tokens)
         if len(fitting) == len(shares) and repeated <= _REPEATED * sum(tokens):
             return fitting
     return None
@@ -130,13 +130,13 @@ def _in_fewer(
 def _first_fit(rows: Sequence[PackedRow], max_tokens: int) -> list[list[PackedRow]]:
     chunks: list[list[PackedRow]] = []
     rooms: list[int] = []
-    for row in sorted(rows, key=lambda row: -row.tokens):
-        place = next((place for place, room in enumerate(rooms) if room >= row.tokens), len(chunks))
+    for row in sorted(rows, key=lambda row: -row.size):
+        place = next((place for place, room in enumerate(rooms) if room >= row.size), len(chunks))
         if place == len(chunks):
             chunks.append([])
             rooms.append(max_tokens)
         chunks[place].append(row)
-        rooms[place] -= row.tokens
+        rooms[place] -= row.size
     return chunks
 
 
@@ -149,7 +149,7 @@ def _spread(
     waiting = list(reversed(rows))
     while waiting:
         row = waiting.pop()
-        possible = [place for place in range(count) if rooms[place] >= row.tokens]
+        possible = [place for place in range(count) if rooms[place] >= row.size]
         if not possible:
             widest = rooms.index(max(rooms))
             fits = _fitting(row, rooms[widest]) if split else 0
@@ -159,10 +159,12 @@ def _spread(
             row, possible = part(row, 0, fits), [widest]
         lightest = min(possible, key=loads.__getitem__)
         chunks[lightest].append(row)
-        rooms[lightest] -= row.tokens
+        rooms[lightest] -= row.size
         loads[lightest] += row.flops(sizes)
     return chunks
 
 
 def _fitting(row: PackedRow, room: int) -> int:
-    return sum(part(row, 0, count + 1).tokens <= room for count in range(len(row.samples)))
+    """Return how many of its samples fit; a merged row of one more may be shorter."""
+    counts = range(len(row.samples), 0, -1)
+    return next((count for count in counts if part(row, 0, count).size <= room), 0)

@@ -83,6 +83,15 @@ class PackedRow:
             return len(self.layout.input_ids_T)
         return self.prompts * len(self.prompt_token_ids) + sum(len(sample.token_ids) - 1 for sample in self.samples)
 
+    @functools.cached_property
+    def size(self) -> int:
+        """What it takes of a micro-batch's tokens: its length, or the trained tokens, of which a merged row may have more."""
+        return max(self.tokens, self._predicted) if self.is_merged else self.tokens
+
+    @property
+    def _predicted(self) -> int:
+        return sum(sample.sampled_tokens for sample in self.samples) - sum(self.contexts)
+
     @property
     def visible_pairs(self) -> int:
         """(Position, visible position) pairs, itself included."""
@@ -110,9 +119,8 @@ class PackedRow:
     def flops(self, sizes: ModelSizes) -> float:
         """Operations of its forward pass."""
         if sizes not in self._flops:
-            predicted = sum(sample.sampled_tokens for sample in self.samples) - sum(self.contexts)
             windowed = [self.pairs_within(window) for window, _ in sizes.windows]
-            self._flops[sizes] = forward_flops(self.tokens, self.visible_pairs, predicted, sizes, windowed)
+            self._flops[sizes] = forward_flops(self.tokens, self.visible_pairs, self._predicted, sizes, windowed)
         return self._flops[sizes]
 
 
@@ -207,12 +215,12 @@ class Shard:
 
 def split_row(row: PackedRow, max_tokens: int) -> list[PackedRow]:
     """Return pieces of at most ``max_tokens``, except for single longer completions."""
-    if row.tokens <= max_tokens:
+    if row.size <= max_tokens:
         return [row]
     pieces: list[PackedRow] = []
     start = 0
     for index in range(1, len(row.samples)):
-        if part(row, start, index + 1).tokens > max_tokens:
+        if part(row, start, index + 1).size > max_tokens:
             pieces.append(part(row, start, index))
             start = index
     pieces.append(part(row, start, len(row.samples)))

@@ -217,7 +217,8 @@ class CheckpointStore:
             time.sleep(_LOOK_S)
             if len(left := self._missing(name, files)) < len(missing):
                 missing, ends_s = left, time.monotonic() + patience_s
-        self._others_sent = len(missing) < len(files) or not files
+        have_come = len(missing) < len(files) or not files
+        self._others_sent = have_come or not self._others_sent  # every second time it waits longer again
         if missing:
             log.warning("other hosts' files did not come, and are sent by this one", extra={"files": len(missing)})
 

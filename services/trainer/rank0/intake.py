@@ -193,15 +193,22 @@ class Intake:
         """Fetch the payloads of a few groups at a time, and hold the groups in their order."""
         for start in range(0, len(deliveries), _FETCHED_AT_ONCE):
             some = deliveries[start : start + _FETCHED_AT_ONCE]
-            payloads = await asyncio.gather(*(self._bus.whole(each.data) for each in some), return_exceptions=True)
+            payloads = await asyncio.gather(*map(self._payload, some), return_exceptions=True)
             for delivery, payload in zip(some, payloads, strict=True):
                 await self._hold(delivery, payload)
+
+    async def _payload(self, delivery: Delivery[Experience]) -> bytes:
+        """Fetch it, unless it has ended the trainer too often."""
+        return b"" if self._is_deadly(delivery) else await self._bus.whole(delivery.data)
+
+    def _is_deadly(self, delivery: Delivery[Experience]) -> bool:
+        return delivery.attempts > self._settings.internal.max_attempts
 
     async def _hold(self, delivery: Delivery[Experience], payload: bytes | BaseException) -> None:
         if delivery.entry_id in self._entries:
             return  # the bus has lost that it delivered this entry
         self._entries.add(delivery.entry_id)
-        if delivery.attempts > self._settings.internal.max_attempts:
+        if self._is_deadly(delivery):
             cause = await self._bus.cause(delivery) or "it left no message"
             await self._bury(
                 delivery, f"ended the trainer {delivery.attempts - 1} times when it was tried alone: {cause}"

@@ -79,7 +79,8 @@ class Publication:
             return Whereabouts(written.digest, str(written.location), "")
         if self._settings.weights.transport == "pull":
             return self._offer(engine, version, step)
-        written = write_snapshot(folder, version, step, engine.tensors(), self._dtype, changes=True)
+        tensors = ((name, tensor.to(self._published(engine, name, tensor.dtype))) for name, tensor in engine.tensors())
+        written = write_snapshot(folder, version, step, tensors, None, changes=True)
         return Whereabouts(written.digest, str(written.location), "")
 
     def take_part(self, engine: TrainingEngine, version: PolicyVersion, step: int) -> None:
@@ -148,21 +149,25 @@ class Publication:
             lambda: self._secret(),
             deadline_s=weights.deadline_s,
             file_folder=self._settings.snapshot_folder / folder,
-            file_dtype=self._dtype,
+            file_dtype=None,
         )
         log.info("weights are served", extra={"address": self._source.address})
         return self._source
 
     def _layout(self, engine: TrainingEngine, ranks: int) -> Layout:
-        shapes = [(name, dtype_name(self._published(dtype)), shape) for name, dtype, shape in engine.shapes()]
+        named = engine.shapes()
+        shapes = [(name, dtype_name(self._published(engine, name, dtype)), shape) for name, dtype, shape in named]
         layout = plan_layout(shapes)
         share_bytes = layout.nbytes // ranks
         if ranks == 1 or share_bytes >= _BUCKETS_OF_SHARE * BUCKET_BYTES:
             return layout
         return plan_layout(shapes, share_bytes // _BUCKETS_OF_SHARE)
 
-    def _published(self, dtype: torch.dtype) -> torch.dtype:
-        return self._dtype if dtype.is_floating_point else dtype
+    def _published(self, engine: TrainingEngine, name: str, dtype: torch.dtype) -> torch.dtype:
+        """Return the type of a tensor; a buffer, such as the biases of a mixture's routers, keeps the one in which it is used."""
+        own = (each for each, buffer in engine.model.named_buffers() if buffer.dtype == dtype)
+        is_buffer = name.rpartition(".")[2] in {each.rpartition(".")[2] for each in own}
+        return self._dtype if dtype.is_floating_point and not is_buffer else dtype
 
     def close(self) -> None:
         """Let pulls finish briefly, then stop serving."""

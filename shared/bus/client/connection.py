@@ -102,7 +102,7 @@ class _Direct(redis.Redis):
             await connection.send_packed_command(packed)
             answers = [await self._answer(connection, words[0], options) for words in commands]
         finally:
-            if len(self._kept) < _MOST_KEPT:
+            if len(self._kept) < _MOST_KEPT and pool.can_get_connection():  # else others wait for it
                 self._kept.append(connection)
             else:
                 await pool.release(connection)

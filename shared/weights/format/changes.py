@@ -11,6 +11,8 @@ bit by bit; others read the whole. A small learning rate changes 1 to 3 % of a p
 """
 
 import hashlib
+import logging
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -22,8 +24,10 @@ from penstock.shared.errors import WeightsError
 from penstock.shared.weights.format import manifest as manifests
 from penstock.shared.weights.format.manifest import Base, BucketEntry, Manifest, TensorEntry
 
+log = logging.getLogger(__name__)
+
 _FILE = "changes.safetensors"
-_WORTH = 0.5
+_WORTH = 0.25
 """Of a snapshot's bytes. More changes are neither written nor read."""
 _MOST_VERSIONS = 4
 _MOST_VALUES = 1 << 31
@@ -53,12 +57,16 @@ def write_changes(folder: Path, new: Manifest, base: Path) -> tuple[Base, Bucket
                 return None
             if positions.numel():
                 changed |= {f"positions:{after.name}": positions.int(), f"values:{after.name}": bits[positions]}
-    except (OSError, WeightsError):
+        save_file(changed, folder / _FILE)
+        (folder / _FILE).chmod(0o600)
+        with (folder / _FILE).open("rb") as file:
+            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+            os.fsync(file.fileno())
+    except (OSError, SafetensorError, WeightsError) as error:
+        log.warning("a snapshot has no changes beside it", extra={"folder": str(folder), "error": str(error)})
+        (folder / _FILE).unlink(missing_ok=True)
         return None
-    save_file(changed, folder / _FILE)
-    (folder / _FILE).chmod(0o600)
-    content = (folder / _FILE).read_bytes()
-    entry = BucketEntry(_FILE, len(content), hashlib.sha256(content).hexdigest())
+    entry = BucketEntry(_FILE, (folder / _FILE).stat().st_size, sha256)
     return Base(old.version, manifests.digest(data)), entry
 
 

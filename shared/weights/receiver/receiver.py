@@ -80,7 +80,7 @@ class Receiver:
             raise WeightsError("expected a shadow of this rank's share, found another: make a new one")
         if shadow.layout != offer.layout:
             raise WeightsError("expected a shadow of the offered layout, found another: make a new one")
-        changes = self._changes(offer, shadow.files) if share is None else ()
+        changes = self._changes(offer, shadow) if share is None else ()
         shadow.begin(offer.header)
         try:
             with self._lane.entered():
@@ -125,18 +125,29 @@ class Receiver:
 
     # -------------------------------------------------------------- receiving
 
-    def _changes(self, offer: Offer, held: str) -> Sequence[Changes]:
-        """Return what makes an offered snapshot by file of the one that is ``held``, if that is to be had."""
-        if offer.transport != "file" or not held:
+    def _changes(self, offer: Offer, shadow: FlatSnapshot) -> Sequence[Changes]:
+        """Return what makes an offered snapshot by file of the one that is in ``shadow``, if that is to be had."""
+        if offer.transport != "file" or not shadow.files or shadow.header is None:
             return ()
-        changes = bounded(
-            lambda: read_changes(Path(offer.source), offer.manifest_digest, held),
-            FILE_DEADLINES * offer.deadline_s,
-            f"the changes at {offer.source}",
-            self._check_aborted,
-        )
-        shown = {"version": offer.header.version, "versions": len(changes)}
-        log.info("changes were read" if changes else "no changes to read", extra=shown)
+        shown: dict[str, object] = {"version": offer.header.version}
+        try:
+            changes = bounded(
+                lambda: read_changes(Path(offer.source), offer.manifest_digest, shadow.files),
+                FILE_DEADLINES * offer.deadline_s,
+                f"the changes at {offer.source}",
+                self._check_aborted,
+            )
+            with self._lane.entered():
+                figures = _Figures(len(shadow.buckets), self._device)
+                for number, bucket in enumerate(shadow.buckets):
+                    figures.add(number, bucket)
+                if changes and figures.texts(offer.deadline_s, self._check_aborted) != shadow.header.checksums:
+                    raise WeightsError("the version that they change is not in place as it was received")
+        except WeightsError as error:
+            self._check_aborted()
+            log.warning("changes cannot be used, the whole is read", extra={**shown, "error": str(error)})
+            return ()
+        log.info("changes were read" if changes else "no changes to read", extra={**shown, "versions": len(changes)})
         return changes
 
     def _receive(

@@ -73,6 +73,20 @@ async def test_groups_are_read_from_the_journal_and_before_it_from_the_records(
     assert ([completion["step"] for completion in rest["items"]], rest["next"]) == ([1], None)
 
 
+async def test_groups_of_the_journal_that_cannot_be_decoded_are_read_from_the_records(
+    http: httpx.AsyncClient, bus: Bus, parts: Coordinator
+) -> None:
+    await bus.append(streams.JOURNAL, {"step": "1", "data": b"of a release to come"})
+    for step in (2, 3):
+        await journal(bus, step)
+    whole = (await http.get("/v1/run/rollouts")).json()["items"]
+    assert [group["step"] for group in whole] == [3, 2]
+    kept = "".join(json.dumps({**group, "entry": group["id"]}) + "\n" for group in reversed(whole))
+    (parts.api.folder / "rollouts.jsonl").write_text(kept, encoding="utf-8")
+    await raw(bus).xdel(bus.keys.of(streams.JOURNAL), *(group["id"] for group in whole))
+    assert (await http.get("/v1/run/rollouts")).json()["items"] == whole
+
+
 async def test_groups_are_found_by_a_text_or_by_their_problem_over_all_steps(
     http: httpx.AsyncClient, bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:

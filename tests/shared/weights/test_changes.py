@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from penstock.shared.bus.messages import PolicyRecord, PolicyVersion
 from penstock.shared.errors import WeightsError
+from penstock.shared.weights.format.changes import read_changes
 from penstock.shared.weights.format.flat import FlatSnapshot
 from penstock.shared.weights.format.shares import Piece, Share
 from penstock.shared.weights.format.snapshot import keep_newest, write_snapshot
@@ -151,15 +152,31 @@ def _flipped(file: Path) -> None:
 
 
 @pytest.mark.parametrize("harm", [_flipped, Path.unlink, lambda file: file.write_bytes(b"")])
-def test_damaged_changes_are_refused_and_change_nothing(tmp_path: Path, harm: Callable[[Path], object]) -> None:
+def test_with_damaged_changes_the_whole_is_read(tmp_path: Path, harm: Callable[[Path], object]) -> None:
     replica, first = Replica(), initial()
-    held = replica.receive(publish(tmp_path, 1, first))
+    replica.receive(publish(tmp_path, 1, first))
     offer = publish(tmp_path, 2, step(first, 2))
     harm(Path(offer.source) / "changes.safetensors")
-    with pytest.raises(WeightsError, match=r"changes.safetensors"):
-        replica.receive(offer)
+    assert equal(replica.receive(offer), step(first, 2))
+
+
+def test_what_is_no_longer_as_it_was_received_is_not_changed_but_replaced(tmp_path: Path) -> None:
+    replica, first = Replica(), initial()
+    replica.receive(publish(tmp_path, 1, first))
     assert replica.shadow is not None
-    assert equal(dict(replica.shadow.tensors()), list(held.items()))
+    replica.shadow.tensors()["norm"].zero_()
+    assert equal(replica.receive(publish(tmp_path, 2, step(first, 2))), step(first, 2))
+
+
+def test_changes_that_cannot_be_written_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    publish(tmp_path, 1, initial())
+    monkeypatch.setattr("penstock.shared.weights.format.changes.save_file", full)
+    offer = publish(tmp_path, 2, step(initial(), 2))
+    assert not (Path(offer.source) / "changes.safetensors").exists()
+    assert equal(Replica().receive(offer), step(initial(), 2))
 
 
 def _forged(offer: Offer, change: Callable[[dict[str, torch.Tensor]], None]) -> Offer:
@@ -195,8 +212,10 @@ def test_changes_that_do_not_fit_the_snapshot_are_refused(
     replica, first = Replica(), initial()
     replica.receive(publish(tmp_path, 1, first))
     offer = _forged(publish(tmp_path, 2, step(first, 2)), change)
+    assert replica.shadow is not None
     with pytest.raises(WeightsError, match="expected changes of a tensor of the snapshot"):
-        replica.receive(offer)
+        read_changes(Path(offer.source), offer.manifest_digest, replica.shadow.files)
+    assert equal(replica.receive(offer), step(first, 2))
 
 
 def test_ranks_that_keep_a_share_read_the_whole(tmp_path: Path) -> None:

@@ -222,6 +222,29 @@ def test_a_group_lies_in_one_row_with_its_prompt_once() -> None:
     assert (laid.lengths_S.tolist(), laid.places_S.tolist()) == ([3, 2], [0, 1])
 
 
+def test_a_merged_row_counts_as_its_trained_tokens_where_these_are_more() -> None:
+    same = PackedRow(np.arange(4, dtype=np.int32), tuple(builders.sample(tokens=50) for _ in range(8)), tuple(range(8)))
+    assert same.is_merged
+    assert (same.tokens, same.size) == (4 + 49, 8 * 50)
+    batches = [batch for share in plan([same, same], 120, 1) for batch in share]
+    assert sum(len(batch.targets_N) for batch in batches) == 2 * 8 * 50
+    assert all(len(batch.targets_N) <= 120 for batch in batches), "hidden states and logits are of trained tokens"
+
+
+def test_pieces_fit_where_a_row_of_one_more_sample_is_merged_and_shorter() -> None:
+    lengths, equal_at_first = (20, 20, 30, 30, 30), (0, 0, 24, 24, 24)
+    ids = [
+        np.concatenate([np.arange(7000, 7000 + equal), np.arange(length - equal) + 100 * place]).astype(np.int32)
+        for place, (length, equal) in enumerate(zip(lengths, equal_at_first, strict=True))
+    ]
+    samples = tuple(dataclasses.replace(builders.sample(tokens=len(each)), token_ids=each) for each in ids)
+    group = PackedRow(np.arange(9, dtype=np.int32), samples, tuple(range(len(ids))))
+    for cap in range(40, 180):
+        batches = [batch for share in plan([group, row(30, 5)], cap, 1) for batch in share]
+        assert all(batch.tokens <= cap and len(batch.targets_N) <= cap for batch in batches)
+        assert sum(len(batch.targets_N) for batch in batches) == sum(lengths) + 5
+
+
 def test_a_row_over_the_cap_is_split_between_completions_and_loses_none() -> None:
     pieces = split_row(row(4, 5, 5, 5), max_tokens=12)
     assert [len(piece.samples) for piece in pieces] == [2, 1]

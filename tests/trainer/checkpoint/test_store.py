@@ -132,6 +132,7 @@ def test_a_host_whose_files_do_not_come_holds_up_no_checkpoint(
     assert [each.name for each in first.whole()] == [stored.name]
     monkeypatch.setattr(remote_store, "_PATIENCE", 1e9)
     first.put(of_two_hosts(tmp_path / "here", 4))  # nor the next one, for which it waits the least time
+    assert first._others_sent, "every second time it waits longer again"
     third = of_two_hosts(tmp_path / "here", 5)
     second.put_share(third)
     assert first.put(third)[1] < sent_bytes, "it is back"

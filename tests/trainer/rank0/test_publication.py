@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from penstock.services.trainer.checkpoint.commits import note_version, noted_version
+from penstock.services.trainer.model.named_tensors import unique
 from penstock.services.trainer.rank0.driver import outlives_the_process
 from penstock.services.trainer.rank0.publication import Publication
 from penstock.shared.bus.messages import PolicyRecord, PolicyVersion
@@ -36,10 +37,10 @@ class Engine:
             torch._foreach_add_(list(self.model.parameters()), 1.0)
 
     def tensors(self) -> list[tuple[str, torch.Tensor]]:
-        return list(self.model.named_parameters())
+        return list(unique(self.model))
 
     def shapes(self) -> Iterator[tuple[str, torch.dtype, tuple[int, ...]]]:
-        return ((name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self.model.named_parameters())
+        return ((name, tensor.dtype, tuple(tensor.shape)) for name, tensor in unique(self.model))
 
 
 def settings(folder: Path, transport: str = "pull", dtype: str = "float32", mode: str = "separate") -> Settings:
@@ -185,6 +186,24 @@ def test_bfloat16_is_published_where_the_policy_says_so(tmp_path: Path, engine: 
     publication.close()
     assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
     assert same(tensors, {name: tensor.to(torch.bfloat16) for name, tensor in engine.tensors()})
+
+
+@pytest.mark.parametrize("transport", ["pull", "file"])
+async def test_buffers_keep_the_type_in_which_they_are_used(tmp_path: Path, engine: Any, transport: str) -> None:
+    bias = torch.tensor([7.0, 7.01, 7.02, 7.03])
+    engine.model.register_buffer("router_bias", bias)
+    publication = Publication(settings(tmp_path, transport, dtype="bfloat16"), "127.0.0.1", weights.secret)
+    try:
+        record = publish(publication, engine, 0)
+        if transport == "pull":
+            tensors = await pull(record)
+        else:
+            tensors = read_snapshot(Path(record.location), record.manifest_digest)
+    finally:
+        publication.close()
+    kept = {name: tensor for name, tensor in tensors.items() if tensor.dtype != torch.bfloat16}
+    assert [name.rpartition(".")[2] for name in kept] == ["router_bias"]
+    assert all(torch.equal(tensor, bias) for tensor in kept.values())
 
 
 def test_by_file_a_record_says_where_and_no_process_serves(tmp_path: Path, engine: Any) -> None:

@@ -72,7 +72,7 @@ _SEARCH_S = 1.0
 _SHORT = 100_000
 """Characters of a group that is searched on the event loop."""
 _MOST_CHARACTERS = 8 << 20
-"""Of the texts of one page, which has fewer groups if they are long; a group is never divided."""
+"""Of the completions and turns of one page, which has fewer groups if they are long; a group is never divided."""
 _READING = threading.Lock()
 _OF_ANOTHER = (KeyError, TypeError, ValidationError)
 """Raised by records of another version."""
@@ -216,7 +216,8 @@ async def _rollouts(trained: Trained, folder: FilePath, cursor: str | None, limi
         nbytes = sum(len(fields.get(b"data", b"")) for _, fields in read)
         many = max(1, min(limit + 1 - len(rollouts), room * many // max(1, nbytes)))
     if len(rollouts) <= limit and room > 0:
-        of_file = (folder / "rollouts.jsonl", before, limit + 1 - len(rollouts), room)
+        last = rollouts[-1].id if rollouts else cursor  # what the journal has and cannot be decoded is in the file
+        of_file = (folder / "rollouts.jsonl", last, limit + 1 - len(rollouts), room)
         rollouts += await asyncio.to_thread(_recorded, *of_file)
     items = rollouts[:limit]
     await asyncio.to_thread(_note_tokens, items, folder)

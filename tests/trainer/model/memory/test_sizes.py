@@ -164,7 +164,7 @@ def test_a_model_that_does_not_say_how_many_experts_a_token_has_counts_all(caplo
 
 
 def test_a_window_limits_the_pairs_that_a_layer_with_it_computes() -> None:
-    row = PackedRow(np.arange(3, dtype=np.int32), (builders.sample(tokens=3), builders.sample(tokens=2)), (0, 1))
+    row = PackedRow(np.arange(3, dtype=np.int32), (builders.unlike(0, 3), builders.unlike(1, 2)), (0, 1))
     # within 2 tokens: the prompt's 1 + 2 + 2, then 2 for each of 2 + 1 completion tokens
     assert [row.pairs_within(window) for window in (1, 2, 100)] == [6, 5 + 4 + 2, row.visible_pairs]
     sizes = ModelSizes(linear_weights=0, attention_width=1, output_weights=0, windows=((2, 10),))
