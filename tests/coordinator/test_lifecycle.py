@@ -13,6 +13,7 @@ from penstock.shared.bus import streams
 from penstock.shared.bus.bus import Bus
 from penstock.shared.bus.messages import Event, Experience, PolicyVersion, Prompt
 from penstock.shared.bus.stores.policy.ledger import Ledger, RunState
+from penstock.shared.bus.stores.replicas import heartbeats
 from penstock.shared.process.telemetry import Presence, Status
 from tests.conftest import PATIENCE_S, until
 from tests.support import builders
@@ -241,6 +242,36 @@ async def test_a_stop_drops_nothing_under_a_step_that_a_trainer_makes(bus: Bus, 
     stop.set()
     await beating
     assert (await Ledger(bus).status()).step == 2
+
+
+async def test_a_stop_waits_for_a_trainer_that_is_silent_and_has_not_left(
+    bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(heartbeats, "MISSED_HEARTBEATS", 3)
+    run = settings(tmp_path, steps=50, bus={"drain_s": PATIENCE_S})
+    working, stop = Status(state="working"), asyncio.Event()
+    presence = Presence(bus, "trainer", "trainer-0", 0.1, working)
+    beating = asyncio.create_task(presence.run(stop))
+    async with running(make(bus, run)) as parts, replicas(bus):
+        trainer = await Trainer(bus).start()
+        await trainer.step()
+        await Ledger(bus).transition(RunState.STOPPED, "enough", [RunState.RUNNING])
+        await until(lambda: _does(parts, "ending: waiting for the trainer"))
+        beating.cancel()  # as a process that gets no processor
+        await asyncio.gather(beating, return_exceptions=True)
+        await until(lambda: _nobody(bus))
+        await asyncio.sleep(0.5)
+        assert await trainer.step() == 2
+        working.state = "waiting"
+        beating = asyncio.create_task(presence.run(stop))
+        await closes(parts)
+    stop.set()
+    await beating
+    assert (await Ledger(bus).status()).step == 2
+
+
+async def _nobody(bus: Bus) -> bool:
+    return not [beat for beat in await heartbeats.heartbeats(bus) if beat.service == "trainer"]
 
 
 async def test_a_rollback_that_is_accepted_while_the_run_ends_keeps_it_from_ending(bus: Bus, tmp_path: Path) -> None:
