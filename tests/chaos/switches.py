@@ -26,8 +26,7 @@ async def _holder(bus: Bus) -> Grant | None:
 
 async def _freeze(run: Run, bus: Bus, name: str, phase: Phase, *, asked: bool) -> tuple[int, int]:
     """Freeze ``name`` while it knows that it holds the device, and is asked for it or not; return its process and term."""
-    pid, first_ends = run.pid(name), dict[int, bytes]()
-    assert pid is not None
+    first_ends = dict[int, bytes]()
     while True:
         run.check()
         held, ends = await _holder(bus), await raw(bus).hget(bus.keys.of(DEVICE.of("0")), "until_ms")
@@ -35,11 +34,13 @@ async def _freeze(run: Run, bus: Bus, name: str, phase: Phase, *, asked: bool) -
             continue  # it has not renewed this grant yet
         if not _is_held(held, phase, asked=asked):
             continue
-        os.kill(pid, signal.SIGSTOP)
+        pid = run.pid(name)  # a busy machine may cost it its lease, after which it is another process
+        if pid is None or not run.send(name, signal.SIGSTOP):
+            continue
         held = await _holder(bus)
         if held is not None and _is_held(held, phase, asked=asked):
             return pid, held.term
-        os.kill(pid, signal.SIGCONT)
+        run.send(name, signal.SIGCONT)
 
 
 def _is_held(grant: Grant | None, phase: Phase, *, asked: bool) -> bool:
