@@ -2,7 +2,7 @@
 #
 # Settings: PYTHON=python3.12   which Python makes .venv
 #           CONFIG=my-run.toml  what `make up` runs;  ARGS='--run.steps 20' is added to up, demo and pytest
-#           WORKERS=2           how many processes share the tests (4, as many only wait; 0: this one alone, for a debugger)
+#           WORKERS=2           how many processes share the tests (4; 0: this one alone, for a debugger)
 
 PYTHON ?= python3
 CONFIG ?= config/arithmetic.toml

@@ -54,13 +54,13 @@ def make(path: Path | None, flags: Sequence[str], *, environment: bool) -> None:
         raise SettingsError(
             "the name of the new file is missing: penstock new my-run.toml --policy.model models/my-model"
         )
-    shown, before = shlex.quote(str(path)), ""
+    shown, before, values = shlex.quote(str(path)), "", given(flags)
     if environment:
-        _write_environment(path, given(flags))
+        _write_environment(path, values)
         shown, before = "run.toml", f"`cd {shown}`, "
     else:
-        _write(path, _checked(path, given(flags)))
-        if lacking := [key for key in ("policy.model", "data.path") if key not in given(flags)]:
+        _write(path, _checked(path, values))
+        if lacking := [key for key in ("policy.model", "data.path") if key not in values]:
             before = f"set {' and '.join(lacking)} in it, "
     console.say(f"{path}: next, {before}`penstock data check {shown}` and `penstock up {shown}`")
 

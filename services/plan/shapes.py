@@ -180,11 +180,10 @@ def _layers_that_forget(fields: Config) -> tuple[int, int, int]:
     layers, pattern = fields["num_hidden_layers"], fields.get("sliding_window_pattern")
     kinds = list(fields.get("layer_types") or ())
     window = (fields.get("sliding_window") or 0) if fields.get("use_sliding_window", True) else 0
-    windowed = (
-        kinds.count("sliding_attention")
-        if kinds or not isinstance(pattern, int) or not pattern
-        else layers - layers // pattern
-    )
+    if kinds or not isinstance(pattern, int) or not pattern:
+        windowed = kinds.count("sliding_attention")
+    else:
+        windowed = layers - layers // pattern
     return window, windowed if window else 0, kinds.count("linear_attention")
 
 

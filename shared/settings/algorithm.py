@@ -19,6 +19,7 @@ from pydantic import (
 )
 
 from penstock.shared.settings.guards import LIMITS
+from penstock.shared.settings.rollout import EpisodesSettings
 from penstock.shared.settings.rules import ADVANTAGES, LOSSES, OWN, RuleSettings, at, refusal
 from penstock.shared.settings.section import Section, shown
 
@@ -197,7 +198,6 @@ class AlgorithmSettings(RuleSettings, BatchSettings):
 _LONG_TOKENS = 8_192
 _TOKEN_S = 0.05
 """Seconds in which a busy replica draws a token of each sample."""
-_PLAYERS = frozenset({"environment", "tools", "mcp", "openenv", "executor", "agent", "agent_url", "verifiers"})
 _DEADLINES = (
     ("evaluation", "timeout_s", 600.0),
     ("episodes", "deadline_s", 1800.0),
@@ -231,7 +231,10 @@ def follow_length(values: Any) -> Any:
 
 def _plays(episodes: object) -> bool:
     """Whether a run has episodes, of which each turn may be that long."""
-    return isinstance(episodes, dict) and any(value for name, value in episodes.items() if name in _PLAYERS)
+    try:
+        return EpisodesSettings.model_validate(episodes or {}).is_on
+    except ValidationError:  # reported with all others
+        return False
 
 
 def _may_mask(algorithm: dict[str, Any]) -> bool:

@@ -128,8 +128,8 @@ def sentence(evaluation: Evaluation) -> str:
     else:
         told = f"accuracy {evaluation.accuracy:.4f} ({evaluation.accuracy_low:.4f} to {evaluation.accuracy_high:.4f})"
         if evaluation.initial and evaluation.accuracy in (0, 1):  # rewards may be no 0 and 1 at all
-            told += f", {'every' if evaluation.accuracy else 'no'} answer counts as correct (evaluation.correct_above);"
-    return f"version {evaluation.version} on {evaluation.set}: {told} {evaluation.note}".rstrip(" ;")
+            told += f"; {'every' if evaluation.accuracy else 'no'} answer counts as correct (evaluation.correct_above)"
+    return f"version {evaluation.version} on {evaluation.set}: {told} {evaluation.note}".rstrip()
 
 
 async def evaluations_of(bus: Bus, versions: Sequence[PolicyVersion]) -> dict[PolicyVersion, list[Evaluation]]:

@@ -285,7 +285,8 @@ class Lifecycle:
         while time.monotonic() < until_s and await self._can_close(state):
             beats = [beat for beat in await heartbeats(self._bus) if beat.service == "trainer"]
             seen |= {beat.replica for beat in beats}
-            silent = seen - {beat.replica for beat in beats} - set(await left(self._bus, sorted(seen)))
+            silent = seen - {beat.replica for beat in beats}
+            silent -= await left(self._bus, sorted(silent))
             if not silent and all(beat.state != "working" and beat.seen_at_s > committed_at_s for beat in beats):
                 return
             if time.monotonic() > drained_s and not any(beat.state == "working" for beat in beats):

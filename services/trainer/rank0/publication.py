@@ -19,7 +19,7 @@ All ranks finish publishing before rank 0 answers the driver, so a committed ver
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 import torch
 import torch.distributed as dist
@@ -79,7 +79,8 @@ class Publication:
             return Whereabouts(written.digest, str(written.location), "")
         if self._settings.weights.transport == "pull":
             return self._offer(engine, version, step)
-        tensors = ((name, tensor.to(self._published(engine, name, tensor.dtype))) for name, tensor in engine.tensors())
+        as_used = _buffers(engine)
+        tensors = ((name, tensor.to(self._published(name, tensor.dtype, as_used))) for name, tensor in engine.tensors())
         written = write_snapshot(folder, version, step, tensors, None, changes=True)
         return Whereabouts(written.digest, str(written.location), "")
 
@@ -149,25 +150,22 @@ class Publication:
             lambda: self._secret(),
             deadline_s=weights.deadline_s,
             file_folder=self._settings.snapshot_folder / folder,
-            file_dtype=None,
         )
         log.info("weights are served", extra={"address": self._source.address})
         return self._source
 
     def _layout(self, engine: TrainingEngine, ranks: int) -> Layout:
-        named = engine.shapes()
-        shapes = [(name, dtype_name(self._published(engine, name, dtype)), shape) for name, dtype, shape in named]
+        named, as_used = engine.shapes(), _buffers(engine)
+        shapes = [(name, dtype_name(self._published(name, dtype, as_used)), shape) for name, dtype, shape in named]
         layout = plan_layout(shapes)
         share_bytes = layout.nbytes // ranks
         if ranks == 1 or share_bytes >= _BUCKETS_OF_SHARE * BUCKET_BYTES:
             return layout
         return plan_layout(shapes, share_bytes // _BUCKETS_OF_SHARE)
 
-    def _published(self, engine: TrainingEngine, name: str, dtype: torch.dtype) -> torch.dtype:
-        """Return the type of a tensor; a buffer, such as the biases of a mixture's routers, keeps the one in which it is used."""
-        own = (each for each, buffer in engine.model.named_buffers() if buffer.dtype == dtype)
-        is_buffer = name.rpartition(".")[2] in {each.rpartition(".")[2] for each in own}
-        return self._dtype if dtype.is_floating_point and not is_buffer else dtype
+    def _published(self, name: str, dtype: torch.dtype, as_used: Container[tuple[str, torch.dtype]]) -> torch.dtype:
+        is_converted = dtype.is_floating_point and (name.rpartition(".")[2], dtype) not in as_used
+        return self._dtype if is_converted else dtype
 
     def close(self) -> None:
         """Let pulls finish briefly, then stop serving."""
@@ -175,3 +173,9 @@ class Publication:
         if source is not None:
             source.withdraw(_LEAVE_S)
             source.close()
+
+
+def _buffers(engine: TrainingEngine) -> frozenset[tuple[str, torch.dtype]]:
+    """Return the last names and types of the model's buffers, such as the biases of a mixture's routers: they are published in
+    the type in which they are used."""
+    return frozenset((name.rpartition(".")[2], buffer.dtype) for name, buffer in engine.model.named_buffers())

@@ -23,6 +23,7 @@ from safetensors.torch import load, save_file
 from penstock.shared.errors import WeightsError
 from penstock.shared.weights.format import manifest as manifests
 from penstock.shared.weights.format.manifest import Base, BucketEntry, Manifest, TensorEntry
+from penstock.shared.weights.format.shares import ITEMS
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +32,6 @@ _WORTH = 0.25
 """Of a snapshot's bytes. More changes are neither written nor read."""
 _MOST_VERSIONS = 4
 _MOST_VALUES = 1 << 31
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Changes = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
 """By tensor: positions (int64[changed]) and bits (an integer type of the tensor's width, [changed])."""
@@ -75,17 +75,17 @@ def read_changes(location: Path, digest: str, held: str) -> Sequence[Changes]:
 
     Nothing, if it is not to be had for less than the whole. Raises WeightsError for what was damaged.
     """
-    steps: list[Changes] = []
+    newest_first: list[tuple[Path, Manifest, BucketEntry]] = []
     nbytes = 0
-    while len(steps) < _MOST_VERSIONS:
+    while len(newest_first) < _MOST_VERSIONS:
         manifest = manifests.read(location, digest)
         base, entry = manifest.base, manifest.changes
         nbytes += 0 if entry is None else entry.nbytes
         if base is None or entry is None or nbytes > _WORTH * _nbytes(manifest):
             return ()
-        steps.insert(0, _read(location, manifest, entry))
+        newest_first.append((location, manifest, entry))
         if base.digest == held:
-            return steps
+            return [_read(*each) for each in reversed(newest_first)]
         location, digest = location.parent / manifests.folder_name(base.version), base.digest
         if not (location / manifests.FILE).is_file():
             return ()
@@ -94,7 +94,7 @@ def read_changes(location: Path, digest: str, held: str) -> Sequence[Changes]:
 
 def apply(steps: Sequence[Changes], name: str, tensor: torch.Tensor) -> None:
     """Make ``tensor``, a view of the held version's bytes on any device, the new version's."""
-    bits = tensor.view(-1).view(_BITS[tensor.element_size()])
+    bits = tensor.view(-1).view(ITEMS[tensor.element_size()])
     for changes in steps:
         if name in changes:
             positions, values = changes[name]
@@ -121,7 +121,7 @@ def _read(location: Path, manifest: Manifest, entry: BucketEntry) -> Changes:
 
 def _fits(positions: torch.Tensor, values: torch.Tensor, tensor: TensorEntry) -> bool:
     width = manifests.DTYPE_BYTES[tensor.dtype]
-    if positions.dtype != torch.int32 or positions.dim() != 1 or values.dtype != _BITS[width] or not positions.numel():
+    if positions.dtype != torch.int32 or positions.dim() != 1 or values.dtype != ITEMS[width] or not positions.numel():
         return False
     within = int(positions.min()) >= 0 and int(positions.max()) < tensor.nbytes // width
     return within and values.shape == positions.shape
@@ -142,5 +142,5 @@ def _bits(folder: Path, manifest: Manifest, entry: TensorEntry) -> torch.Tensor:
         file.seek(entry.offset)
         if file.readinto(content) != entry.nbytes:
             raise WeightsError(f"expected {entry.name} in the snapshot at {folder}: it is torn")
-    kind = _BITS[manifests.DTYPE_BYTES[entry.dtype]]
+    kind = ITEMS[manifests.DTYPE_BYTES[entry.dtype]]
     return torch.frombuffer(content, dtype=kind) if content else torch.empty(0, dtype=kind)

@@ -24,7 +24,8 @@ from penstock.shared.weights.format.layout import Layout
 
 _ALIGNMENT_BYTES = 16
 _MAX_DIMENSIONS = 8
-_ITEMS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+ITEMS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+"""Integer types by their bytes, widest first."""
 
 Sums: TypeAlias = Mapping[str, Sequence[str]]
 """By class, the checksum (hex) of each bucket."""
@@ -46,7 +47,7 @@ class Piece:
     def item(self) -> torch.dtype:
         """The widest number type that fits: copy kernels cost per item."""
         whole = math.gcd(self.offset, self.run, *(stride for _, stride in self.dims))
-        return next(dtype for size, dtype in _ITEMS.items() if whole % size == 0)
+        return next(dtype for size, dtype in ITEMS.items() if whole % size == 0)
 
     def of(self, bucket: torch.Tensor) -> torch.Tensor:
         """Return this view of ``bucket`` (uint8)."""
@@ -106,7 +107,7 @@ class Share:
 
 def copy(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Enqueue (destination, source) copies, by number type."""
-    for dtype in _ITEMS.values():
+    for dtype in ITEMS.values():
         alike = [pair for pair in pairs if pair[0].dtype == dtype]
         if alike:
             torch._foreach_copy_([into for into, _ in alike], [of for _, of in alike], non_blocking=True)

@@ -137,18 +137,21 @@ class Receiver:
                 f"the changes at {offer.source}",
                 self._check_aborted,
             )
-            with self._lane.entered():
-                figures = _Figures(len(shadow.buckets), self._device)
-                for number, bucket in enumerate(shadow.buckets):
-                    figures.add(number, bucket)
-                if changes and figures.texts(offer.deadline_s, self._check_aborted) != shadow.header.checksums:
-                    raise WeightsError("the version that they change is not in place as it was received")
+            if changes and self._sums(shadow, offer.deadline_s) != shadow.header.checksums:
+                raise WeightsError("the version that they change is not in place as it was received")
         except WeightsError as error:
             self._check_aborted()
             log.warning("changes cannot be used, the whole is read", extra={**shown, "error": str(error)})
             return ()
         log.info("changes were read" if changes else "no changes to read", extra={**shown, "versions": len(changes)})
         return changes
+
+    def _sums(self, shadow: FlatSnapshot, deadline_s: float) -> tuple[str, ...]:
+        with self._lane.entered():
+            figures = _Figures(len(shadow.buckets), self._device)
+            for number, bucket in enumerate(shadow.buckets):
+                figures.add(number, bucket)
+            return figures.texts(deadline_s, self._check_aborted)
 
     def _receive(
         self, offer: Offer, shadow: FlatSnapshot, share: Share | None, changes: Sequence[Changes] = ()

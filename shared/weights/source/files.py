@@ -3,8 +3,6 @@
 import threading
 from pathlib import Path
 
-import torch
-
 from penstock.shared.errors import WeightsError
 from penstock.shared.weights.format.flat import FlatSnapshot
 from penstock.shared.weights.format.layout import Header
@@ -14,9 +12,8 @@ from penstock.shared.weights.format.snapshot import Snapshot, write_snapshot
 class Files:
     """Writes the served snapshot to files on request, once per version."""
 
-    def __init__(self, folder: Path | None, dtype: torch.dtype | None) -> None:
+    def __init__(self, folder: Path | None) -> None:
         self._folder = folder
-        self._dtype = dtype
         self._lock = threading.Lock()
         self._written: tuple[Header, Snapshot] | None = None
 
@@ -27,7 +24,7 @@ class Files:
         with self._lock:
             if self._written is None or self._written[0] != header or not self._written[1].location.exists():
                 tensors = snapshot.tensors().items()
-                written = write_snapshot(self._folder, header.version, header.step, tensors, self._dtype)
+                written = write_snapshot(self._folder, header.version, header.step, tensors, None)
                 if snapshot.header is not header:
                     raise WeightsError(f"expected version {header.version} to stay while it was written: it is torn")
                 self._written = (header, written)

@@ -19,8 +19,6 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import torch
-
 from penstock.shared.errors import PeerError
 from penstock.shared.peers.addresses import listen, reachable
 from penstock.shared.peers.handshake import Newcomers, Secret, admit
@@ -45,7 +43,7 @@ _PATIENCE_S = 2.0
 class WeightSource:
     """Serves clients that know ``secret`` on ``host``:``port`` (0: any free one); may raise SettingsError.
 
-    ``deadline_s`` limits each wait, ``idle_s`` the time between requests. ``file_*`` are for pulls by file.
+    ``deadline_s`` limits each wait, ``idle_s`` the time between requests. ``file_folder`` is for pulls by file.
     """
 
     def __init__(
@@ -57,12 +55,11 @@ class WeightSource:
         deadline_s: float,
         idle_s: float = IDLE_S,
         file_folder: Path | None = None,
-        file_dtype: torch.dtype | None = None,
     ) -> None:
         self._deadline_s, self._idle_s = deadline_s, idle_s
         self._secret = secret
         self._shelf = Shelf(min(_PATIENCE_S, deadline_s / 2))
-        self._files = Files(file_folder, file_dtype)
+        self._files = Files(file_folder)
         self._listener = listen(host, port, "run.host")
         self._rendezvous = Rendezvous(host, deadline_s)
         self._strangers = Newcomers(MAX_STRANGERS)

@@ -1,8 +1,9 @@
 """Which tokens of a packed row attend to which: blocks of queries with keys, and rectangles of similar blocks.
 
 A segment attends to its ancestors and, causally, to itself; a :class:`Pattern` restricts this by distance in the sequence.
-Blocks are split by reachable keys, so that a mask has about ``MASKED_PAIRS``, or 128 queries. A long segment after a shorter prompt
-computes the prompt's queries again: it is plainly causal then, without masks, which would be quadratic in its length.
+Blocks are split by reachable keys, so that a mask has about ``MASKED_PAIRS``, or 128 queries. A long segment after a
+shorter prompt computes the prompt's queries again: it is plainly causal then, without masks, which would be quadratic in
+its length.
 
 Shapes: ``G`` blocks of a rectangle, ``T`` tokens of the row, ``K`` segments or keys, ``Q`` queries.
 """
