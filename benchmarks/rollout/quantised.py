@@ -2,10 +2,12 @@
 
     python -m benchmarks.rollout.quantised                    one GPU, the 7B shape
     python -m benchmarks.rollout.quantised --device cpu       a small shape; weights are reloaded layer by layer there
+    python -m benchmarks.rollout.quantised --shape 30b-a3b --layers 8 --schemes bfloat16    a mixture's swap
 
 vLLM with random weights, prompts of 64 tokens, and the replica's :class:`WeightSwapper`; each engine in a process of its
 own, one after the other. ``swap_ms`` ends when the device has finished; ``differences`` counts copies that differ from the
-version (null without a plan). Prints a JSON object for each engine, then one for all; ``ratio`` is against bfloat16.
+version (null without a plan); ``layerwise_ms`` is of vLLM's layerwise reload of the same version. Prints a JSON object
+for each engine, then one for all; ``ratio`` is against bfloat16.
 """
 
 import argparse
@@ -20,18 +22,35 @@ from typing import Any
 
 from benchmarks.shapes import SHAPES
 from benchmarks.weights.update import configure
+from penstock.services.rollout.engines.vllm.swap.copy_plan import CopyPlanRefused
+from penstock.services.rollout.engines.vllm.swap.weight_swap import WeightSwapper
 
 PROMPT_TOKENS, SWAPS = 64, 6
+MIXTURE = {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 151_936, "hidden_size": 2048,
+    "intermediate_size": 6144, "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
+    "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "decoder_sparse_step": 1,
+    "norm_topk_prob": True, "hidden_act": "silu", "mlp_only_layers": [],
+}  # fmt: skip
+"""Qwen3-30B-A3B's."""
+ALL_SHAPES = {**SHAPES, "30b-a3b": MIXTURE}
 SCHEMES = {"bfloat16": None, "fp8_per_channel": "fp8_per_channel", "fp8_per_tensor": "fp8_per_tensor"}
 
 
-def measured(folder: str, scheme: str, device: str, loads: list[int], tokens: int) -> dict[str, Any]:
+class Layerwise(WeightSwapper):
+    """Swaps by vLLM's layerwise reload alone."""
+
+    def _traced(self, tensors: Any) -> Any:
+        raise CopyPlanRefused("the layerwise reload is measured")
+
+
+def measured(folder: str, scheme: str, device: str, loads: list[int], tokens: int, eager: bool) -> dict[str, Any]:
     """Return the figures of one engine; in a process of its own."""
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_KVCACHE_SPACE": "1"}
     from vllm import LLM
 
     on_gpu = device == "cuda"
-    more: dict[str, Any] = {"kv_cache_memory_bytes": 12 << 30} if on_gpu else {"enforce_eager": True}
+    more: dict[str, Any] = {"kv_cache_memory_bytes": 12 << 30 if not eager else 1 << 30} if on_gpu else {}
     llm = LLM(
         folder,
         skip_tokenizer_init=True,
@@ -41,6 +60,7 @@ def measured(folder: str, scheme: str, device: str, loads: list[int], tokens: in
         max_model_len=1024,
         max_num_seqs=max(loads),
         enable_prefix_caching=False,
+        enforce_eager=eager or not on_gpu,
         **more,
     )
     rate(llm, max(loads), 16)
@@ -68,7 +88,6 @@ def swaps(folder: str, worker: Any, device: str) -> dict[str, Any]:
     import torch
 
     from penstock.services.rollout.engines.checkpoint_form import CheckpointForm
-    from penstock.services.rollout.engines.vllm.swap.weight_swap import WeightSwapper
 
     def settled_s() -> float:
         if device == "cuda":
@@ -78,23 +97,39 @@ def swaps(folder: str, worker: Any, device: str) -> dict[str, Any]:
     place = torch.device(device)
     outline = CheckpointForm(folder).outlined(torch.bfloat16)
     version = {name: 0.02 * torch.randn_like(tensor, device=place) for name, tensor in outline.items()}
-    swapper = WeightSwapper(worker.model_runner.get_model(), worker.vllm_config, place)
+    live = worker.model_runner.get_model()
+    swapper = WeightSwapper(live, worker.vllm_config, place)
     swapper.prepare(version)
-    times_ms = []
-    for _ in range(SWAPS):
-        began_s = settled_s()
-        path, copied = swapper.swap()
-        times_ms.append(1000 * (settled_s() - began_s))
+
+    def timed_ms(of: Any) -> tuple[list[float], tuple[str, int]]:
+        times_ms = []
+        for _ in range(SWAPS):
+            began_s = settled_s()
+            swapped = of.swap()
+            times_ms.append(round(1000 * (settled_s() - began_s), 2))
+        return times_ms, swapped
+
+    times_ms, (path, copied) = timed_ms(swapper)
     figures = {"path": path, "copied_bytes": copied, "swap_ms": round(statistics.median(times_ms), 2)}
-    return {**figures, "swap_ms_max": round(max(times_ms), 2), "differences": swapper.differences()}
+    figures |= {"swap_ms_max": max(times_ms), "differences": swapper.differences()}
+    print(json.dumps(figures), flush=True)
+    if path == "plan":
+        layerwise = Layerwise(live, worker.vllm_config, place)
+        layerwise.prepare(version)
+        figures["layerwise_ms"] = round(statistics.median(timed_ms(layerwise)[0]), 2)
+    return figures
 
 
 def main() -> None:
     """Run and print JSON lines."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--shape", choices=list(SHAPES), default="")
+    parser.add_argument("--shape", choices=list(ALL_SHAPES), default="")
+    parser.add_argument("--layers", type=int, default=0, help="instead of the shape's")
     parser.add_argument("--sequences", type=int, nargs="+", default=[], help="256 and 32, or 8 on the CPU")
+    parser.add_argument(
+        "--eager", action="store_true", help="without CUDA graphs and with 1 GiB of KV cache, to measure swaps"
+    )
     parser.add_argument("--tokens", type=int, default=384)
     parser.add_argument("--schemes", nargs="+", choices=list(SCHEMES), default=["bfloat16", "fp8_per_channel"])
     args = parser.parse_args()
@@ -102,15 +137,16 @@ def main() -> None:
     shape, loads = args.shape or ("7b" if on_gpu else "tiny"), args.sequences or ([256, 32] if on_gpu else [8])
     engines: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
-        configure(Path(folder), SHAPES[shape])
+        layers = {"num_hidden_layers": args.layers} if args.layers else {}
+        configure(Path(folder), {**ALL_SHAPES[shape], **layers})
         for scheme in args.schemes:
             with multiprocessing.get_context("spawn").Pool(1) as pool:
-                engines[scheme] = pool.apply(measured, (folder, scheme, args.device, loads, args.tokens))
+                engines[scheme] = pool.apply(measured, (folder, scheme, args.device, loads, args.tokens, args.eager))
             print(json.dumps({scheme: engines[scheme]}), flush=True)
     base = engines[args.schemes[0]]["tokens_per_s"]
     for figures in engines.values():
         figures["ratio"] = {load: round(value / base[load], 3) for load, value in figures["tokens_per_s"].items()}
-    print(json.dumps({"device": args.device, "shape": shape, "engines": engines}))
+    print(json.dumps({"device": args.device, "shape": shape, "layers": args.layers, "engines": engines}))
 
 
 if __name__ == "__main__":

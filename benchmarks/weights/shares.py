@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from penstock.services.rollout.engines.vllm.swap.copy_plan import CopyPlanRefused
+from benchmarks.rollout.quantised import Layerwise
 from penstock.services.rollout.engines.vllm.swap.weight_swap import WeightSwapper
 from tests.support import vllm_shares
 
@@ -62,7 +62,7 @@ def mixture() -> dict[str, Any]:
         with set_current_vllm_config(config), set_default_torch_dtype(torch.bfloat16):
             join_alone()
             live, loaded = built(config, 9.0), [built(config, 5.0), built(config, 5.0)]
-            swappers = {"plan": WeightSwapper(live, config, CPU), "layerwise": _Layerwise(live, config, CPU)}
+            swappers = {"plan": WeightSwapper(live, config, CPU), "layerwise": Layerwise(live, config, CPU)}
             versions = [{name: of.data for name, of in policy.named_parameters()} for policy in policies]
             for model, policy in zip(loaded, policies, strict=True):
                 model.load_weights(iter(saved(policy).items()))
@@ -83,11 +83,6 @@ def mixture() -> dict[str, Any]:
         "layerwise_of_plan": round(medians["layerwise"] / medians["plan"], 2),
         "right": right,
     }
-
-
-class _Layerwise(WeightSwapper):
-    def _traced(self, tensors: Any) -> Any:
-        raise CopyPlanRefused("the layerwise reload is measured")
 
 
 def main(arguments: list[str]) -> None:
