@@ -110,6 +110,8 @@ class TextDecoder:
 def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
     """Return the tokens of a text, with those that the tokenizer puts before it (``<s>``) once, also if the text has them."""
     whole: list[int] = tokenizer(text)["input_ids"]
+    if whole.count(whole[0] if whole else 0) < 2:
+        return whole  # nothing is there twice
     bare: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
     added = next((n for n in range(len(whole) - len(bare), 0, -1) if whole[n : n + len(bare)] == bare), 0)
     while added and whole[added : 2 * added] == whole[:added]:

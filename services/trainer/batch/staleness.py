@@ -39,8 +39,10 @@ def trained_tokens(sample: Sample, context: int = 0) -> npt.NDArray[np.bool_]:
 
 def lag_steps(sample: Sample, step: int, steps_of_versions: Steps, context: int = 0) -> int:
     """Return the lag of a sample's oldest token that is trained."""
-    versions = set(sample.token_versions[trained_tokens(sample, context)].tolist())
-    return max(step - steps_of_versions.get(PolicyVersion(version), 0) for version in versions)
+    versions = sample.versions
+    if context:
+        versions = frozenset(map(PolicyVersion, sample.token_versions[trained_tokens(sample, context)].tolist()))
+    return max(step - steps_of_versions.get(version, 0) for version in versions)
 
 
 def trained_lags(group: RolloutGroup, step: int, steps_of_versions: Steps, contexts: Sequence[int] = ()) -> list[int]:
@@ -108,7 +110,8 @@ def check_supports(group: RolloutGroup) -> None:
     """Raises MessageError: the tokens that could be drawn are missing, or are more than the trainer has memory for."""
     if group.prompt.sampling.top_k and not all(len(sample.support_sizes) for sample in group.samples):
         raise MessageError("expected the tokens that could be drawn with each sample of truncated sampling, found none")
-    most = max(int(np.abs(sample.support_sizes.astype(np.int64)).max(initial=0)) for sample in group.samples)
+    sizes = [sample.support_sizes for sample in group.samples if len(sample.support_sizes)]
+    most = max((int(np.abs(each.astype(np.int64)).max()) for each in sizes), default=0)
     if most > _MOST_DRAWN:
         raise MessageError(
             f"expected at most {_MOST_DRAWN} tokens that could be drawn at a position, for which the trainer has memory, found "

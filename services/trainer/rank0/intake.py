@@ -35,6 +35,8 @@ import time
 from collections import Counter
 from collections.abc import Container, Mapping, Sequence
 
+import numpy as np
+
 from penstock.services.trainer.algorithm.advantages import has_signal, shaped_rewards
 from penstock.services.trainer.algorithm.group_filter import Filter
 from penstock.services.trainer.batch.staleness import (
@@ -286,7 +288,7 @@ class Intake:
         samples = group.samples
         ids = [group.prompt_token_ids, *(s.token_ids for s in samples), *(s.support_ids for s in samples)]
         ids += [s.teacher_top_ids for s in samples if s.teacher_top_ids is not None]
-        largest = max(int(part.max(initial=0)) for part in ids)
+        largest = int(np.concatenate([part.ravel() for part in ids]).max(initial=0))
         if self.vocabulary is not None and largest >= self.vocabulary:
             raise MessageError(f"expected token ids below the model's {self.vocabulary}, found {largest}")
         check_supports(group)

@@ -205,6 +205,8 @@ def dict_reader(inner: Reader, limits: FieldLimits) -> Reader:
 
     def read(values: Any) -> dict[str, Any]:
         _require_size(values, dict, most)
+        if not values:
+            return {}
         names(list(values))
         written = list(values.values())
         checked = held(written)
