@@ -1,4 +1,4 @@
-"""Shapes of random benchmark models: Qwen2.5's, and a toy for CPUs."""
+"""Shapes of random benchmark models: Qwen2.5's, a toy for CPUs, and mixtures of experts (Qwen3-30B-A3B's, and a toy)."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -19,5 +19,17 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
     "7b": {
         "hidden_size": 3584, "intermediate_size": 18_944, "num_hidden_layers": 28, "num_attention_heads": 28,
         "num_key_value_heads": 4, "vocab_size": 152_064, "tie_word_embeddings": False,
+    },
+}  # fmt: skip
+
+MIXTURES: Mapping[str, Mapping[str, Any]] = {
+    "tiny-mixture": {
+        "hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4, "head_dim": 32,
+        "num_key_value_heads": 2, "vocab_size": 4096, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
+    },
+    "30b-a3b": {
+        "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48, "num_attention_heads": 32, "head_dim": 128,
+        "num_key_value_heads": 4, "vocab_size": 151_936, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
     },
 }  # fmt: skip

@@ -20,20 +20,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.shapes import SHAPES
+from benchmarks.shapes import MIXTURES, SHAPES
 from benchmarks.weights.update import configure
 from penstock.services.rollout.engines.vllm.swap.copy_plan import CopyPlanRefused
 from penstock.services.rollout.engines.vllm.swap.weight_swap import WeightSwapper
 
 PROMPT_TOKENS, SWAPS = 64, 6
-MIXTURE = {
-    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 151_936, "hidden_size": 2048,
-    "intermediate_size": 6144, "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
-    "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "decoder_sparse_step": 1,
-    "norm_topk_prob": True, "hidden_act": "silu", "mlp_only_layers": [],
-}  # fmt: skip
-"""Qwen3-30B-A3B's."""
-ALL_SHAPES = {**SHAPES, "30b-a3b": MIXTURE}
+ALL_SHAPES = {**SHAPES, **MIXTURES}
+_MIXTURE = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
 SCHEMES = {"bfloat16": None, "fp8_per_channel": "fp8_per_channel", "fp8_per_tensor": "fp8_per_tensor"}
 
 
@@ -137,8 +131,8 @@ def main() -> None:
     shape, loads = args.shape or ("7b" if on_gpu else "tiny"), args.sequences or ([256, 32] if on_gpu else [8])
     engines: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
-        layers = {"num_hidden_layers": args.layers} if args.layers else {}
-        configure(Path(folder), {**ALL_SHAPES[shape], **layers})
+        changes = {"num_hidden_layers": args.layers} if args.layers else {}
+        configure(Path(folder), {**ALL_SHAPES[shape], **(_MIXTURE if shape in MIXTURES else {}), **changes})
         for scheme in args.schemes:
             with multiprocessing.get_context("spawn").Pool(1) as pool:
                 engines[scheme] = pool.apply(measured, (folder, scheme, args.device, loads, args.tokens, args.eager))

@@ -17,10 +17,11 @@ from penstock.shared.settings import Settings
 
 
 def random_model(shape: Mapping[str, Any], settings: Settings, device: str) -> Any:
-    """Return a random Qwen2, sharded from the start at ZeRO stage 3."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+    """Return a random Qwen2, or Qwen3-MoE, sharded from the start at ZeRO stage 3."""
+    from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
 
-    config = Qwen2Config(**shape, max_position_embeddings=32_768, rope_theta=1e6, attn_implementation="sdpa")
+    kind = Qwen3MoeConfig if "num_experts" in shape else Qwen2Config
+    config = kind(**shape, max_position_embeddings=262_144, rope_theta=1e6, attn_implementation="sdpa")
     dtype = torch.bfloat16 if settings.policy.dtype == "bfloat16" else torch.float32
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
@@ -28,7 +29,7 @@ def random_model(shape: Mapping[str, Any], settings: Settings, device: str) -> A
         parts = {"dtype": dtype, "mem_efficient_linear": False}
         sharded = settings.trainer.zero_stage == 3
         with import_deepspeed(device).zero.Init(**parts) if sharded else numbered(device):
-            model = Qwen2ForCausalLM(config)
+            model = AutoModelForCausalLM.from_config(config)
     finally:
         torch.set_default_dtype(before)
     kernels.install(model, settings.trainer.kernels, device)

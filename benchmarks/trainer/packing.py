@@ -39,6 +39,13 @@ def mix(
     return rows
 
 
+def equal(groups: int, samples: int, tokens: int, vocabulary: int = 1) -> list[PackedRow]:
+    """Return random rows of completions of ``tokens`` each, after prompts of 64."""
+    lot = np.random.default_rng(0)
+    rows = [[_tokens(lot, n, vocabulary) for n in (64, *[tokens] * samples)] for _ in range(groups)]
+    return [PackedRow(ids[0], tuple(_sample(of) for of in ids[1:]), tuple(range(samples))) for ids in rows]
+
+
 def _tokens(lot: np.random.Generator, count: int, vocabulary: int) -> Int32Array:
     return lot.integers(0, vocabulary, count).astype(np.int32) if vocabulary > 1 else np.zeros(count, np.int32)
 

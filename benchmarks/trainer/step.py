@@ -3,6 +3,9 @@
     python -m benchmarks.trainer.step                                                              # a toy, one CPU
     python -m benchmarks.trainer.step --shape 0.5b --device cuda
     python -m benchmarks.trainer.step --shape 7b --device cuda --ranks 2 --zero-stage 3
+    python -m benchmarks.trainer.step --shape 30b-a3b --layers 8 --device cuda --ranks 2 --expert-parallel 2 --ways packed
+    python -m benchmarks.trainer.step --shape 1.5b --device cuda --ranks 2 --sequence-parallel 2 --each 32640 --cap 16512 --ways packed
+    python -m benchmarks.trainer.step --shape 0.5b --device cuda --ranks 2 --sequence-parallel 2 --memory-gb 24 --ways packed
 
 Three ways to the same mean logprob and gradient, which must agree::
 
@@ -10,7 +13,8 @@ Three ways to the same mean logprob and gradient, which must agree::
     padded   separate sequences in order of arrival, padded to the longest
     sorted   separate sequences by length, padded likewise
 
-Padding on the right needs no mask. Lengths are as in ``benchmarks.trainer.packing``; weights are random. ``tokens_per_s``
+Padding on the right needs no mask. Lengths are as in ``benchmarks.trainer.packing``, or with ``--each`` all the same; with
+``--memory-gb`` the ``longest`` sample is sought that makes a step in so much of each GPU. Weights are random. ``tokens_per_s``
 counts trained tokens; ``mfu`` the packed step's model operations without recomputation. Memory is the largest rank's:
 torch's allocator on a GPU, resident on a CPU. Logs go to stderr.
 """
@@ -29,14 +33,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.shapes import SHAPES
+from benchmarks.shapes import MIXTURES, SHAPES
 from benchmarks.trainer.models import EitherPolicy, Padded, by_arrival, by_length, random_model
-from benchmarks.trainer.packing import mix
+from benchmarks.trainer.packing import equal, mix
 from penstock.services.trainer.batch.assignment import plan
 from penstock.services.trainer.batch.packing import MicroBatch, PackedRow
 from penstock.services.trainer.launcher import launch
 from penstock.services.trainer.model.engine import TrainingEngine
-from penstock.services.trainer.model.layers import attention, kernels
+from penstock.services.trainer.model.layers import attention, kernels, ulysses
 from penstock.services.trainer.phases import Phases, utilisation
 from penstock.services.trainer.rank_group import start_ranks
 from penstock.shared.model.flops import BACKWARD, ModelSizes
@@ -47,6 +51,7 @@ LEAST_RATIO, LEAST_MFU = 1.3, {"tiny": 0.0, "0.5b": 0.45, "7b": 0.5}
 _AGREE = {"logprob": {"float32": 1e-5, "bfloat16": 2e-3}, "grad_norm": {"float32": 1e-4, "bfloat16": 2e-2}}
 """Largest relative differences."""
 WAYS = ("packed", "padded", "sorted")
+ALL_SHAPES = {**SHAPES, **MIXTURES}
 _STARTED_S = time.perf_counter()
 
 Batches = Sequence[MicroBatch | Padded]
@@ -60,6 +65,7 @@ def settings(arguments: argparse.Namespace) -> Settings:
             "policy": {"dtype": "bfloat16" if arguments.device == "cuda" else "float32"},
             "trainer": {
                 "ranks": arguments.ranks, "zero_stage": arguments.zero_stage,
+                "sequence_parallel": arguments.sequence_parallel, "expert_parallel": arguments.expert_parallel,
                 "learning_rate": 0.0, "micro_batch_tokens": arguments.cap, "optimizer": arguments.optimizer,
                 "kernels": arguments.kernels, "gradient_checkpointing": arguments.gradient_checkpointing, "offload": arguments.offload,
                 "deepspeed": json.loads(arguments.deepspeed),
@@ -73,7 +79,7 @@ def ways(rows: Sequence[PackedRow], arguments: argparse.Namespace, sizes: ModelS
     """Return this rank's batches by each way."""
     rank, ranks, cap = dist.get_rank(), arguments.ranks, arguments.cap
     makers: dict[str, Callable[[], Batches]] = {
-        "packed": lambda: plan(rows, cap, ranks, sizes=sizes)[rank],
+        "packed": lambda: plan(rows, cap, ranks, sizes=sizes, sequence_parallel=arguments.sequence_parallel)[rank],
         "padded": lambda: by_arrival(rows, cap, rank, ranks),
         "sorted": lambda: by_length(rows, cap, rank, ranks),
     }
@@ -110,15 +116,19 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Measure every way's step alternately."""
     of = settings(arguments)
     start_ranks(arguments.device)
+    if arguments.sequence_parallel > 1:
+        ulysses.group_of(arguments.sequence_parallel)
     tell(f"{arguments.ranks} ranks on {arguments.device}, building {arguments.shape}")
-    model = random_model(SHAPES[arguments.shape], of, arguments.device)
+    changes = {"num_hidden_layers": arguments.layers} if arguments.layers else {}
+    model = random_model({**ALL_SHAPES[arguments.shape], **changes}, of, arguments.device)
     fused = kernels.fuses_logits(of.trainer.kernels)
     kind = attention.kind_of(of.internal.attention, of.trainer.kernels)
     policy = EitherPolicy(model, kind=kind, chunk_tokens=of.internal.logits_chunk_tokens, fused_logits=fused).train()
     sizes = policy.sizes
     engine = TrainingEngine(policy, of, arguments.device)
-    longest = arguments.longest
-    rows = mix(arguments.groups, arguments.samples, longest, median=longest // 7, vocabulary=engine.vocabulary)
+    if arguments.memory_gb:
+        return {"longest": longest_of(engine, arguments, sizes), **vars(arguments), "torch": torch.__version__}
+    rows = rows_of(arguments, engine.vocabulary)
     passes = ways(rows, arguments, sizes)
     tokens = sum(len(sample.token_ids) for row in rows for sample in row.samples)
     tell(
@@ -134,6 +144,39 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             tell(f"round {number}, {way}: {measured['seconds']:.2f} s, {measured['bytes'] / 1e9:.1f} GB; {engine.kept}")
     _check(seen, of)
     return _figures(seen, passes, tokens, sum(row.flops(sizes) for row in rows), engine, arguments)
+
+
+def rows_of(arguments: argparse.Namespace, vocabulary: int) -> list[PackedRow]:
+    """Return the groups: of random lengths, or all samples of ``--each`` tokens."""
+    if arguments.each:
+        return equal(arguments.groups, arguments.samples, arguments.each, vocabulary)
+    longest = arguments.longest
+    return mix(arguments.groups, arguments.samples, longest, median=longest // 7, vocabulary=vocabulary)
+
+
+def longest_of(engine: TrainingEngine, arguments: argparse.Namespace, sizes: ModelSizes) -> int:
+    """Return the tokens of the longest sample that makes a step in ``--memory-gb`` of each GPU, within 3 %.
+
+    Each rank, or group of ranks that compute a sample together, has one.
+    """
+    share = arguments.memory_gb * 1e9 / torch.cuda.get_device_properties(engine.device).total_memory
+    torch.cuda.set_per_process_memory_fraction(share, engine.device)
+    together = arguments.sequence_parallel
+    fits, misses = 0, 0
+    while not misses or misses > 1.03 * fits:
+        tokens = (fits + misses) // 2 if misses else 2 * fits or 8192
+        rows = equal(engine.ranks // together, 1, tokens, engine.vocabulary)
+        batches = plan(rows, -(-(tokens + 256) // together), engine.ranks, sizes=sizes, sequence_parallel=together)
+        failed = torch.zeros((), device=engine.device)
+        try:
+            step(engine, batches[dist.get_rank()], tokens * len(rows))
+        except torch.OutOfMemoryError:
+            failed += 1
+            torch.cuda.empty_cache()
+        dist.all_reduce(failed)
+        fits, misses = (fits, tokens) if failed else (tokens, misses)
+        tell(f"{tokens} tokens: {'no' if failed else 'yes'}")
+    return fits
 
 
 def _check(seen: dict[str, list[dict[str, float]]], of: Settings) -> None:
@@ -171,7 +214,8 @@ def _figures(
         "peak_memory_bytes": packed["peak_memory_bytes"],
         "padding_ratio": ratios.get("padded"),
         "sorted_padding_ratio": ratios.get("sorted"),
-        "bars_met": ratios.get("padded", LEAST_RATIO) >= LEAST_RATIO and (mfu or 1.0) >= LEAST_MFU[arguments.shape],
+        "bars_met": ratios.get("padded", LEAST_RATIO) >= LEAST_RATIO
+        and (mfu or 1.0) >= LEAST_MFU.get(arguments.shape, 0.0),
         "kept": dataclasses.asdict(engine.kept),
         "trained_tokens": tokens,
         "ways": medians,
@@ -189,7 +233,12 @@ def tell(message: str) -> None:
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=tuple(SHAPES), default="tiny")
+    parser.add_argument("--shape", choices=tuple(ALL_SHAPES), default="tiny")
+    parser.add_argument("--layers", type=int, default=0, help="instead of the shape's")
+    parser.add_argument("--sequence-parallel", type=int, default=1)
+    parser.add_argument("--expert-parallel", type=int, default=1)
+    parser.add_argument("--each", type=int, default=0, help="tokens of every completion, after a prompt of 64")
+    parser.add_argument("--memory-gb", type=float, default=0.0, help="of each GPU, in which to find the longest sample")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--zero-stage", type=int, choices=(0, 1, 2, 3), default=1)
@@ -208,7 +257,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--peak-tflops", type=float, default=0.0, help="of one device; 0: by a GPU's name")
     arguments = parser.parse_args()
-    toy = arguments.shape == "tiny"
+    toy = arguments.shape.startswith("tiny")
     arguments.cap, arguments.groups = (
         arguments.cap or (1024 if toy else 16_384),
         arguments.groups or (16 if toy else 16 * arguments.ranks),
