@@ -10,7 +10,6 @@ import logging
 import math
 import os
 import socket
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,7 +26,8 @@ from penstock.services.trainer.model.memory.residency import Residency
 from penstock.services.trainer.model.memory.storages import Storages, tensors_in
 from penstock.services.trainer.model.named_tensors import Published, in_groups, published, unique
 from penstock.services.trainer.model.optimizer import adamw, check_sizes, set_options
-from penstock.services.trainer.model.saving.ranges import joined, load_ranges, ranges_of
+from penstock.services.trainer.model.saving import whole_weights
+from penstock.services.trainer.model.saving.ranges import load_ranges, ranges_of
 from penstock.services.trainer.model.saving.writer import Writer, Written
 from penstock.services.trainer.rank_group import host_group, meet_at_storage
 from penstock.shared.errors import SettingsError, WeightsError
@@ -406,38 +406,8 @@ def saved_tensors(folder: Path, zero_stage: int, expert_parallel: int = 1) -> di
         SettingsError: with divided experts, a file does not say what it holds.
     """
     import_deepspeed("cpu")
-    read = _weights if zero_stage < 3 else _merged_parts if expert_parallel == 1 else _parts
-
-    def load() -> dict[str, Tensor]:
-        tensors = read(folder)
-        return tensors if expert_parallel == 1 else {**tensors, **joined(folder, tensors)}
-
-    tensors = pickles.loading(folder, load)
+    tensors = pickles.loading(folder, lambda: whole_weights.read(folder / _TAG, zero_stage, expert_parallel))
     return {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
-
-
-def _merged_parts(folder: Path) -> dict[str, Tensor]:
-    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-
-    with contextlib.redirect_stdout(sys.stderr):
-        merged: dict[str, Tensor] = get_fp32_state_dict_from_zero_checkpoint(str(folder), tag=_TAG)
-    return merged
-
-
-def _parts(folder: Path) -> dict[str, Tensor]:
-    """Return shapes of a rank's weights at stage 3, on no device, with its buffers."""
-    from deepspeed.utils import zero_to_fp32
-
-    state, *_ = zero_to_fp32.parse_model_states(zero_to_fp32.get_model_state_files(str(folder / _TAG))[:1])
-    shapes = {name: shape for group in state.param_shapes for name, shape in group.items()}
-    return {**{name: torch.empty(shape, device="meta") for name, shape in shapes.items()}, **state.buffers}
-
-
-def _weights(folder: Path) -> dict[str, Tensor]:
-    """Return the weights of rank 0, of which only its experts are not all."""
-    path = folder / _TAG / "mp_rank_00_model_states.pt"
-    weights: dict[str, Tensor] = torch.load(path, map_location="cpu", weights_only=True)["module"]
-    return weights
 
 
 def _gather_with_parents(policy: nn.Module) -> None:
