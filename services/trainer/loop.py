@@ -229,8 +229,10 @@ class Trainer:
         checkpoint = local_store.read(folder)
         assert checkpoint is not None
         local_store.check_base(checkpoint, self._settings.policy)
-        zero_stage, ranks = self._settings.trainer.zero_stage, self._engine.ranks
-        of_others = checkpoint.state.zero_stage != zero_stage or (zero_stage > 0 and checkpoint.state.ranks != ranks)
+        trainer, state = self._settings.trainer, checkpoint.state
+        of_others = (state.zero_stage, state.expert_parallel) != (trainer.zero_stage, trainer.expert_parallel) or (
+            trainer.zero_stage > 0 and state.ranks != self._engine.ranks
+        )
         self._engine.load(folder / "engine", of_others=of_others)
         self._prober.prepare((), replays=True)
         if self._critic is not None:

@@ -18,7 +18,6 @@ FIXED = (
     "policy.lora",
     "algorithm.advantage",
     "algorithm.critic.model",
-    "trainer.expert_parallel",
     "trainer.optimizer",
     "trainer.offload",
     "trainer.deepspeed",

@@ -86,7 +86,7 @@ class TrainerSettings(Section):
     zero_stage: Literal[0, 1, 2, 3] = Field(default=1)
     """DeepSpeed ZeRO stage. Ranks share nothing (0), the optimizer's state (1), gradients too (2), weights too (3)."""
     expert_parallel: PositiveInt = Field(default=1)
-    """Ranks that share one copy of a mixture's experts, at zero_stage 1 or 2: each has that part of every layer's
+    """Ranks that share one copy of a mixture's experts, from zero_stage 1 on: each has that part of every layer's
     experts, their gradients and states, and tokens travel to them. Divides the number of ranks, and of experts."""
     router_replay: bool = Field(default=False)
     """Send each token of a mixture to the experts that it went to when it was sampled, with the live scores of these. The
@@ -230,8 +230,7 @@ class TrainerSettings(Section):
         passed = fixed & self.deepspeed.get("zero_optimization", {}).keys()
         sums = self.deepspeed.get("data_types", {}).get("grad_accum_dtype") if self.zero_stage == 1 else None
         for name, value, expected, wrong in (
-            ("zero_stage", self.zero_stage, "1 or 2", self.zero_stage not in (1, 2)),
-            ("offload", self.offload, '"none"', self.offload != "none"),
+            ("zero_stage", self.zero_stage, "1, 2 or 3", not self.zero_stage),
             ("optimizer", self.optimizer, '"adamw"', self.optimizer != "adamw"),
             ("sequence_parallel", self.sequence_parallel, "1", self.sequence_parallel != 1),
             ("deepspeed.zero_optimization", sorted(passed), f"none of {', '.join(sorted(fixed))}", bool(passed)),
@@ -253,9 +252,8 @@ def check_experts(
 ) -> None:
     """Raise ValueError if ranks share experts, or routers replay, with what that is not tested with."""
     number, lora = trainer.expert_parallel, policy.lora.rank > 0
-    for key, is_used in (("policy.lora", lora), ("a critic", algorithm.needs_critic)):
-        if number > 1 and is_used:
-            raise ValueError(f"expected trainer.expert_parallel = 1 with {key}, found {number}: change one of them")
+    if number > 1 and algorithm.needs_critic:
+        raise ValueError(f"expected trainer.expert_parallel = 1 with a critic, found {number}: change one of them")
     for key, is_used in (
         ("policy.lora", lora),
         ("a critic", algorithm.needs_critic),

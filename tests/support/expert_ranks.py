@@ -5,7 +5,9 @@ imports take seconds. Rank 0 writes the results.
 import copy
 import dataclasses
 import functools
+import itertools
 import json
+import math
 import sys
 import warnings
 from collections.abc import Callable
@@ -20,8 +22,9 @@ from transformers import AutoModelForCausalLM
 
 from penstock.services.trainer.algorithm.update import Learner
 from penstock.services.trainer.batch.packing import micro_batch
-from penstock.services.trainer.model import experts
+from penstock.services.trainer.model import adapter, experts
 from penstock.services.trainer.model.engine import TrainingEngine, place, saved_tensors
+from penstock.services.trainer.model.memory import layerwise
 from penstock.services.trainer.model.policy import Policy
 from penstock.services.trainer.model.routing import replay
 from penstock.services.trainer.phases import Phases
@@ -34,7 +37,7 @@ from tests.support.model_configurations import configurations
 from tests.support.packed import rows
 from tests.trainer.algorithm import test_update
 
-CLIPPED, RATE = 0.1, 1e-3
+CLIPPED, RATE, SETS = 0.1, 1e-3, 4
 SHAPE = ((5, (4, 1, 6)), (9, (2, 2)), (1, (3,)))
 
 
@@ -42,7 +45,7 @@ def settings(parallel: int, zero_stage: int = 1, **tables: Any) -> Settings:
     return Settings.model_validate(
         {
             "run": {"id": "experts", "device": "cpu"},
-            "policy": {"dtype": tables.get("dtype", "float32"), "model": "tiny"},
+            "policy": {"dtype": tables.get("dtype", "float32"), "model": "tiny", "lora": {"rank": tables.get("rank", 0)}},
             "sampling": {"max_new_tokens": 8},
             "rollout": {"engine": "transformers"},
             "internal": {"probe_every_versions": 0},
@@ -70,34 +73,44 @@ def engine(of: Settings, model: Any) -> TrainingEngine:
     return TrainingEngine(Policy(model, packing=of.trainer.packing).train(), of, "cpu")
 
 
+def opened(of: Settings, seed: int) -> TrainingEngine:
+    """Return an engine whose weights, or adapters if it has some, depend on ``seed``."""
+    model = family("qwen2_moe") if of.policy.lora.rank else tiny.mixture(seed).requires_grad_(True)
+    torch.manual_seed(seed)
+    return engine(of, adapter.add(model, of.policy, of.trainer.zero_stage))
+
+
 def weights(of: TrainingEngine) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in of.tensors()}
 
 
 def updated(of: TrainingEngine) -> dict[str, Any]:
     """Logprobs of this rank, gradient norm and weights after a step on other sequences on each rank."""
-    ranks = [micro_batch(rows(rank, SHAPE)) for rank in range(of.ranks)]
-    logprobs_N = of.forward(ranks[dist.get_rank()]).policy_logprobs_N
-    count = sum(len(each.targets_N) for each in ranks)
-    of.backward(logprobs_N.sum() / count * of.ranks, last=True)
-    return {"logprobs": logprobs_N.detach(), "norm": of.step(RATE), "weights": weights(of)}
+    sets = [micro_batch(rows(number, SHAPE)) for number in range(SETS)]
+    own, count, logprobs = sets[dist.get_rank() :: of.ranks], sum(len(each.targets_N) for each in sets), []
+    for number, batch in enumerate(own):
+        logprobs_N = of.forward(batch).policy_logprobs_N
+        of.backward(logprobs_N.sum() / count * of.ranks, last=number + 1 == len(own))
+        logprobs.append(logprobs_N.detach())
+    return {"logprobs": torch.cat(logprobs), "norm": of.step(RATE), "weights": weights(of)}
 
 
-def expected(model: Any, ranks: int) -> dict[str, Any]:
+def expected(model: Any) -> dict[str, Any]:
     """The same, by transformers' experts and torch's AdamW, of all ranks' sequences."""
-    policy, own = Policy(model).train(), dist.get_rank()
-    parts = [policy(micro_batch(rows(rank, SHAPE))).policy_logprobs_N for rank in range(ranks)]
+    policy = Policy(model).train()
+    parts = [policy(micro_batch(rows(number, SHAPE))).policy_logprobs_N for number in range(SETS)]
     (torch.cat(parts).sum() / len(torch.cat(parts))).backward()
     norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), CLIPPED)
     torch.optim.AdamW(policy.parameters(), lr=RATE, weight_decay=0.0, eps=1e-4).step()
-    return {"logprobs": parts[own].detach(), "norm": float(norm), "weights": dict(model.named_parameters())}
+    own = torch.cat(parts[dist.get_rank() :: dist.get_world_size()]).detach()
+    return {"logprobs": own, "norm": float(norm), "weights": dict(model.named_parameters())}
 
 
-def compared(name: str) -> dict[str, float]:
+def compared(name: str, zero_stage: int = 1, **trainer: Any) -> dict[str, float]:
     """Gaps between divided and whole experts of a family."""
     start = dict(family(name).named_parameters())
-    ours = updated(engine(settings(2), family(name)))
-    theirs = expected(family(name), dist.get_world_size())
+    ours = updated(engine(settings(2, zero_stage, trainer=trainer), family(name)))
+    theirs = expected(family(name))
     own = {key: tensor for key, tensor in ours["weights"].items() if key in start}
     moved = [
         tolerance.moved_apart(*[{key: of[key]} for of in (own, theirs["weights"], start)])
@@ -137,16 +150,18 @@ def published(of: Settings) -> dict[str, Any]:
 
 
 def resumed(of: Settings, folder: Path) -> dict[str, Any]:
-    """A second step, by an engine and by one that loads its checkpoint; the checkpoint's tensors; refusals."""
-    before, after = (engine(of, tiny.mixture(seed).requires_grad_(True)) for seed in (0, 1))
+    """A second step, by an engine and by one that loads its checkpoint, and by others; the checkpoint's tensors."""
+    before, after = (opened(of, seed) for seed in (0, 1))
     updated(before)
     error = before.save(folder)().error
     dist.barrier()
-    kept, saved = weights(before), saved_tensors(folder, of.trainer.zero_stage)
+    kept, saved = weights(before), saved_tensors(folder, of.trainer.zero_stage, of.trainer.expert_parallel)
+    published = {name: tensor.clone() for name, tensor in before.factors()} or kept
+    saved = {adapter.file_name(name) if adapter.is_factor(name) else name: tensor for name, tensor in saved.items()}
     after.load(folder)
     next_step, resumed_step = updated(before), updated(after)
-    whole = engine(settings(1, of.trainer.zero_stage), tiny.mixture(0).requires_grad_(True))
-    whole.save(folder / "whole")()
+    if not dist.get_rank():
+        torch.save({"kept": kept, "next": next_step["weights"]}, folder / "expected.pt")
     dist.barrier()
     return {
         "error": error,
@@ -156,13 +171,18 @@ def resumed(of: Settings, folder: Path) -> dict[str, Any]:
             for name, tensor in next_step["weights"].items()
             if not torch.equal(tensor, resumed_step["weights"][name])
         ],
-        "unsaved": [name for name, tensor in kept.items() if not torch.equal(tensor, saved[name])],
-        "refused": [
-            _refusal(lambda: whole.load(folder)),
-            _refusal(lambda: after.load(folder / "whole")),
-            _refusal(lambda: after.load(folder, of_others=True)),
-        ],
+        "unsaved": [name for name, tensor in published.items() if not torch.equal(tensor, saved[name])],
     }
+
+
+def by_others(of: Settings, folder: Path) -> dict[str, Any]:
+    """A second step by ranks, or with a stage or division of experts, other than those that wrote ``folder``."""
+    other, expected = opened(of, 1), torch.load(folder / "expected.pt")
+    other.load(folder, of_others=True)
+    kept = weights(other)
+    unlike = [name for name, tensor in expected["kept"].items() if not torch.equal(tensor, kept[name])]
+    after = updated(other)["weights"]
+    return {"unlike": unlike, "apart": tolerance.moved_apart(after, expected["next"], expected["kept"])}
 
 
 def _refusal(work: Callable[[], object]) -> str:
@@ -173,17 +193,33 @@ def _refusal(work: Callable[[], object]) -> str:
     return ""
 
 
-def self_tested(*, broken: bool) -> str:
-    """Why the self-test refuses divided experts, or ""."""
-    policy = Policy(tiny.mixture(0).requires_grad_(True)).train()
-    place(policy, settings(2), "cpu")
+def self_tested(of: Settings, *, broken: bool) -> str:
+    """Why the self-test refuses divided experts, or ""; at stage 3 with a layer on the device at a time."""
+    policy = place(Policy(tiny.mixture(0).requires_grad_(True)).train(), of, "cpu")
     exchange = experts._Divided._exchanged
 
     def wrong(*given: Any) -> torch.Tensor:
         return exchange(*given) * 1.05
 
-    with mock.patch.object(experts._Divided, "_exchanged", wrong if broken else exchange):
-        return _refusal(lambda: self_test.run(policy, "rows", 0, is_sharded=True))
+    with (
+        mock.patch.object(experts._Divided, "_exchanged", wrong if broken else exchange),
+        mock.patch.object(layerwise, "SMALL", 100),
+        layerwise.looked_at(policy, of, torch.device("cpu")),
+    ):
+        assert any(map(layerwise.is_away, policy.parameters())) is (of.trainer.zero_stage == 3)
+        return _refusal(lambda: self_test.run(policy, "rows", 0, is_sharded=True))  # type: ignore[arg-type]
+
+
+def adapted(zero_stage: int) -> list[dict[str, Any]]:
+    """A step with adapters, with whole and divided experts."""
+    return [updated(opened(settings(parallel, zero_stage, rank=4), 1)) for parallel in (1, 2)]
+
+
+def held(of: Settings) -> list[float]:
+    """Parts of each weight of experts that this rank holds."""
+    policy = engine(of, tiny.mixture(0).requires_grad_(True)).policy
+    weights: list[Any] = [weight for weight in policy.parameters() if experts.group_of(weight) is not None]
+    return [part.ds_tensor.numel() / math.prod(experts.whole_shape(part)) for part in weights]
 
 
 def imbalance() -> tuple[float, float]:
@@ -241,25 +277,44 @@ def refusals() -> list[str]:
     uneven = copy.deepcopy(tiny.mixture(0).config)
     uneven.num_experts = 3
     unknown = AutoModelForCausalLM.from_config(configurations()["granitemoeshared"]())
-    models = [tiny.model(0), AutoModelForCausalLM.from_config(uneven), unknown]
-    return [_refusal(functools.partial(experts.divide, model, 2)) for model in models]
+    wrapped = adapter.add(tiny.mixture(0), settings(2, rank=4).policy)
+    models = [tiny.model(0), AutoModelForCausalLM.from_config(uneven), unknown, wrapped]
+    return [_refusal(functools.partial(experts.divide, model, 2, 1)) for model in models]
 
 
 def pair(folder: Path) -> dict[str, Any]:
     """Scenes of two ranks, which share one copy of the experts."""
-    scenes: dict[str, Any] = {name: compared(name) for name in sorted(experts.PROVEN)}
-    for stage in (1, 2):
+    scenes: dict[str, Any] = {}
+    for name, stage in itertools.product(sorted(experts.PROVEN), (1, 3)):
+        scenes[f"{name}-{stage}"] = compared(name, stage)
+    for stage in (1, 2, 3):
         scenes[f"published-{stage}"] = published(settings(2, stage))
         scenes[f"resumed-{stage}"] = resumed(settings(2, stage), folder / f"resumed-{stage}")
+        scenes[f"adapted-{stage}"] = adapted(stage)
+        scenes[f"self-test-{stage}"] = [self_tested(settings(2, stage), broken=broken) for broken in (False, True)]
+    for stage, other, parallel in ((1, 3, 2), (3, 1, 2), (2, 2, 1), (3, 3, 1)):
+        name = f"{stage} by {other} with {parallel}"
+        scenes[name] = by_others(settings(parallel, other), folder / f"resumed-{stage}")
+    scenes["resumed-offload"] = resumed(settings(2, 3, trainer={"offload": "all"}), folder / "resumed-offload")
+    scenes["offload by 2 with 2"] = by_others(settings(2, 2), folder / "resumed-offload")
+    for stage in (1, 3):
+        path = folder / f"adapted-{stage}"
+        scenes[f"resumed-adapters-{stage}"] = resumed(settings(2, stage, rank=4), path)
+        scenes[f"adapters-{stage} by 2 with 1"] = by_others(settings(1, 2, rank=4), path)
+        resumed(settings(1, stage), folder / f"whole-{stage}")
+        scenes[f"whole {stage}"] = by_others(settings(2, stage), folder / f"whole-{stage}")
+        scenes[f"four {stage}"] = by_others(settings(2, stage), folder.parent / "four" / f"resumed-{stage}")
+    for stage, offload in ((1, "optimizer"), (2, "optimizer"), (3, "optimizer"), (3, "all")):
+        scenes[f"{offload}-{stage}"] = compared("qwen3_moe", stage, offload=offload)
     sums = {"deepspeed": {"data_types": {"grad_accum_dtype": "fp32"}}}
     scenes["published-bfloat16"] = published(settings(2, 2, dtype="bfloat16", trainer=sums))
     for packing in ("rows", "sequences"):
-        of = [settings(parallel, trainer={"packing": packing}) for parallel in (1, 2)]
+        of = [settings(*each, trainer={"packing": packing}) for each in ((1, 1), (2, 1), (2, 3))]
         scenes[packing] = [steps(each, tiny.mixture(0).requires_grad_(True)) for each in of]
     again = {"packing": "rows", "gradient_checkpointing": True}
-    scenes["again"] = steps(settings(2, trainer=again), tiny.mixture(0).requires_grad_(True))
+    for stage in (1, 3):
+        scenes[f"again-{stage}"] = steps(settings(2, stage, trainer=again), tiny.mixture(0).requires_grad_(True))
     scenes["replayed"] = [replayed(parallel) for parallel in (1, 2)]
-    scenes["self-test"] = [self_tested(broken=broken) for broken in (False, True)]
     scenes["imbalance"] = imbalance()
     scenes["refusals"] = refusals()
     return scenes
@@ -268,9 +323,10 @@ def pair(folder: Path) -> dict[str, Any]:
 def four(folder: Path) -> dict[str, Any]:
     """Scenes of four ranks, two of which have the same experts."""
     return {
-        "qwen3_moe": compared("qwen3_moe"),
-        "published": published(settings(2, 2)),
-        "resumed": resumed(settings(2, 2), folder / "resumed"),
+        **{f"qwen3_moe-{stage}": compared("qwen3_moe", stage) for stage in (1, 3)},
+        **{f"published-{stage}": published(settings(2, stage)) for stage in (2, 3)},
+        **{f"resumed-{stage}": resumed(settings(2, stage), folder / f"resumed-{stage}") for stage in (1, 3)},
+        "held": held(settings(2, 3)),
     }
 
 

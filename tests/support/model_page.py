@@ -47,7 +47,9 @@ _EXPERTS = """
 ## Ranks that share experts
 
 With `trainer.expert_parallel = N` each of N ranks keeps 1/N of every layer's experts, and tokens travel to them. Router,
-shared experts and experts compute as transformers does. These model types are tested, on CPUs with gloo; others are refused.
+shared experts and experts compute as transformers does. At ZeRO stage 3 the ranks that have the same experts divide
+them once more. With adapters, name layers without experts in `policy.lora.target_modules`. These model types are tested,
+at stages 1 to 3, on CPUs with gloo; others are refused.
 
 """
 _REPLAY = """

@@ -1,4 +1,4 @@
-"""The trainer process with ranks that share a mixture's experts: publish, kill, resume."""
+"""The trainer process with ranks that share a mixture's experts: publish, kill, resume with other divisions and stages."""
 
 import asyncio
 import copy
@@ -69,11 +69,18 @@ async def test_a_run_with_shared_experts_is_that_without_through_a_kill_and_a_re
 
     shared = run_of(model, server, "shared-experts", ranks=2, expert_parallel=2)
     async with bus_of(shared) as (bus, ledger):
-        await feed(bus, 0, 2 * GROUPS)
+        await feed(bus, 0, GROUPS)
         async with shared.trainer() as process:
-            await shared.reaches(ledger, 2, process)
+            await shared.reaches(ledger, 1, process)
             psutil.Process(process.pid).children()[-1].kill()
             assert await asyncio.to_thread(process.wait, PATIENCE_S) != 0  # its supervisor restarts it
+        divided = shared.config.read_text()
+        shared.config.write_text(divided.replace("expert_parallel = 2", "expert_parallel = 1"))
+        await feed(bus, GROUPS, GROUPS)
+        async with shared.trainer() as process:
+            await shared.reaches(ledger, 2, process)
+            await shared.stops(process)
+        shared.config.write_text(divided.replace("zero_stage = 1", "zero_stage = 3"))
         await feed(bus, 2 * GROUPS, GROUPS)
         async with shared.trainer() as process:
             await shared.reaches(ledger, 3, process)

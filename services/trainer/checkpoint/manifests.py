@@ -66,6 +66,7 @@ class CheckpointState:
     """Versions whose checkpoints are kept."""
     released: list[PolicyVersion] = dataclasses.field(default_factory=list)
     """Versions that people may use."""
+    expert_parallel: int = 1
 
 
 _STATE: TypeAdapter[CheckpointState] = TypeAdapter(CheckpointState)

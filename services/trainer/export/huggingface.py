@@ -160,10 +160,11 @@ def _of_snapshot(folder: Path) -> PolicyWeights:
 
 def _of_checkpoint(checkpoint: local_store.Checkpoint, settings: Settings) -> PolicyWeights:
     local_store.check_base(checkpoint, settings.policy)
-    weights = "" if checkpoint.state.zero_stage == 3 else "model_states.pt"
+    state = checkpoint.state
+    weights = "" if state.zero_stage == 3 or state.expert_parallel > 1 else "model_states.pt"
     if reason := local_store.damage(checkpoint.folder, weights, open_signer(settings)):
         raise WeightsError(f"it is damaged ({reason})")
-    tensors = saved_tensors(checkpoint.folder / "engine", checkpoint.state.zero_stage)
+    tensors = saved_tensors(checkpoint.folder / "engine", state.zero_stage, state.expert_parallel)
     if not settings.policy.lora.rank:
         return PolicyWeights(checkpoint.state.step, tensors)
     factors = {adapters.file_name(name): tensor for name, tensor in tensors.items() if adapters.is_factor(name)}

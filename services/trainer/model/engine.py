@@ -10,7 +10,6 @@ import logging
 import math
 import os
 import socket
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,6 +26,7 @@ from penstock.services.trainer.model.memory.residency import Residency
 from penstock.services.trainer.model.memory.storages import Storages, tensors_in
 from penstock.services.trainer.model.named_tensors import Published, in_groups, published, unique
 from penstock.services.trainer.model.optimizer import adamw, check_sizes, set_options
+from penstock.services.trainer.model.saving import whole_weights
 from penstock.services.trainer.model.saving.ranges import load_ranges, ranges_of
 from penstock.services.trainer.model.saving.writer import Writer, Written
 from penstock.services.trainer.rank_group import host_group, meet_at_storage
@@ -76,7 +76,7 @@ def place(policy: nn.Module, settings: Settings, device: str) -> nn.Module:
     """
     if settings.trainer.expert_parallel > 1:
         import_deepspeed(device)
-        experts.divide(policy.model, settings.trainer.expert_parallel)
+        experts.divide(policy.model, settings.trainer.expert_parallel, settings.trainer.zero_stage)
     if settings.trainer.zero_stage < 3:
         policy.to(torch.device(device))
     recomputation.enable(policy.model, settings.trainer.gradient_checkpointing, device)
@@ -263,13 +263,12 @@ class TrainingEngine:
         for group in in_groups(parts):
             with self._gathered([tensor for part in group for tensor in part.needed]):
                 for part in group:
-                    yield part.name, experts.whole(part.tensor) if self._has_experts else part.merged()
+                    yield part.name, part.merged() if part.update else experts.whole(part.tensor)
 
     def shapes(self) -> Iterator[tuple[str, torch.dtype, tuple[int, ...]]]:
         """Yield name, number type and shape of each of :meth:`tensors`, without gathering."""
         for part in published(self.model):
-            shape = getattr(part.tensor, "ds_shape", experts.whole_shape(part.tensor))
-            yield part.name, part.tensor.dtype, tuple(shape)
+            yield part.name, part.tensor.dtype, experts.whole_shape(part.tensor)
 
     def take_part(self, *, factors: bool = False) -> None:
         """Help gather while rank 0 iterates :meth:`tensors` or :meth:`factors`."""
@@ -294,9 +293,8 @@ class TrainingEngine:
         """
         self.residency.follow()
         error, copies = self._check_room(folder)
-        is_flat = self._trainer.zero_stage and self._trainer.expert_parallel == 1
-        self._writer.begin(error, copies=copies, ranges=ranges_of(self._engine.optimizer) if is_flat else None)
-        experts.save(self.policy, folder / _TAG, self._engine.checkpoint_engine.save)
+        ranges = ranges_of(self._engine.optimizer) if self._trainer.zero_stage else None
+        self._writer.begin(error, copies=copies, ranges=ranges)
         with experts.saved_by_rank(self._engine):
             self._engine.save_checkpoint(
                 str(folder), tag=_TAG, save_latest=False, exclude_frozen_parameters=self._frozen
@@ -312,7 +310,6 @@ class TrainingEngine:
         storages, optimizer = Storages(), self._engine.optimizer
         masters = getattr(optimizer, "fp32_partitioned_groups_flat", [])  # at stage 3
         own_bytes = storages.add(tensors_in([_states(optimizer), optimizer.param_groups, masters]))
-        own_bytes += storages.add(part for layer in experts.layers_of(self.policy) for part in layer.parameters())
         if not dist.get_rank() and not self._sharded:  # at stage 3 the optimizer has the weights
             own_bytes += storages.add(part for part in self.policy.parameters() if part.requires_grad)
         of_ranks = self.gathered((host, disk, own_bytes, own_bytes - self._writer.kept_bytes))
@@ -334,12 +331,12 @@ class TrainingEngine:
         return values
 
     def load(self, folder: Path, *, of_others: bool = False) -> None:
-        """Read what :meth:`save` wrote, perhaps ``of_others``: other ranks, or those of another ZeRO stage; collective.
+        """Read what :meth:`save` wrote, perhaps ``of_others``: other ranks, or those of another ZeRO stage or
+        division of experts; collective.
 
         Raises:
             SettingsError: a file holds code, or it cannot be read by these ranks.
         """
-        experts.check_saved(self.policy, folder / _TAG, of_others=of_others)
         self.residency.follow()
         self._forget_states()
         if of_others and not self._trainer.zero_stage:
@@ -369,7 +366,8 @@ class TrainingEngine:
         strict = not self._frozen
         with experts.saved_by_rank(self._engine):
             loaded, _ = self._engine.load_checkpoint(str(folder), tag=_TAG, load_module_strict=strict)
-        experts.load(self.policy, folder / _TAG)
+        if self._has_experts and not self._sharded:  # the model is rank 0's
+            self._engine.optimizer.update_lp_params()
         return loaded is not None
 
     def _forget_states(self) -> None:
@@ -400,30 +398,16 @@ def _unmap(optimizer: Any) -> None:
                 states[name] = value.clone()
 
 
-def saved_tensors(folder: Path, zero_stage: int) -> dict[str, Tensor]:
+def saved_tensors(folder: Path, zero_stage: int, expert_parallel: int = 1) -> dict[str, Tensor]:
     """Return a checkpoint's whole tensors, on the CPU, by ``Policy``'s parameter names without its prefix.
 
     Raises:
         WeightsError: a file holds code.
+        SettingsError: with divided experts, a file does not say what it holds.
     """
     import_deepspeed("cpu")
-    read = _merged_parts if zero_stage == 3 else _whole_weights
-    tensors = pickles.loading(folder, lambda: read(folder))
+    tensors = pickles.loading(folder, lambda: whole_weights.read(folder / _TAG, zero_stage, expert_parallel))
     return {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
-
-
-def _merged_parts(folder: Path) -> dict[str, Tensor]:
-    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-
-    with contextlib.redirect_stdout(sys.stderr):
-        merged: dict[str, Tensor] = get_fp32_state_dict_from_zero_checkpoint(str(folder), tag=_TAG)
-    return merged
-
-
-def _whole_weights(folder: Path) -> dict[str, Tensor]:
-    path = folder / _TAG / "mp_rank_00_model_states.pt"
-    weights: dict[str, Tensor] = torch.load(path, map_location="cpu", weights_only=True)["module"]
-    return experts.joined(folder / _TAG, weights)
 
 
 def _gather_with_parents(policy: nn.Module) -> None:

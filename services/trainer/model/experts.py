@@ -16,8 +16,7 @@ receive, ``E`` experts, ``N`` ranks of a group.
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -25,7 +24,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from penstock.services.trainer.rank_group import meet_at_storage
 from penstock.shared.errors import SettingsError
 
 PROVEN = frozenset(
@@ -50,12 +48,14 @@ class _Divided(nn.Module):
     def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
         """Called by DeepSpeed; the groups exist already."""
 
-    def forward(self, hidden_TD: Tensor, index_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    def forward(self, hidden_TD: Tensor, index_TK: Tensor, weights_TK: Tensor, *gathers: bool) -> Tensor:
         out_TD: Tensor
         if self._is_inside:
             out_TD = super().forward(hidden_TD, index_TK, weights_TK)
-        elif self.is_gathered:  # what a backward pass needs is gathered again
-            out_TD = checkpoint(self._gathered, hidden_TD, index_TK, weights_TK, use_reentrant=False)
+        elif gathers:
+            out_TD = self._gathered(hidden_TD, index_TK, weights_TK)
+        elif self.is_gathered:  # what a backward pass needs is gathered again, by a call of this module with its hooks
+            out_TD = checkpoint(self, hidden_TD, index_TK, weights_TK, True, use_reentrant=False)
         else:
             out_TD = self._exchanged(hidden_TD, index_TK, weights_TK)
         return out_TD
@@ -135,8 +135,10 @@ class _Gather(torch.autograd.Function):
         return whole[first : first + ctx.experts], None
 
 
-def divide(model: Any, ranks: int) -> None:
+def divide(model: Any, ranks: int, zero_stage: int) -> None:
     """Keep this rank's experts of ``model``, among ``ranks`` ranks; idempotent, collective.
+
+    At ZeRO stage 3 each weight of them is then divided among the ranks that have the same experts.
 
     Raises:
         SettingsError: the model has no experts that are known to be divisible by ``ranks``.
@@ -146,6 +148,11 @@ def divide(model: Any, ranks: int) -> None:
     mixtures = [module for module in model.modules() if hasattr(module, "_is_expert_parallel")]
     if reason := _refusal(model, mixtures, ranks):
         raise SettingsError(f"{reason}: set trainer.expert_parallel to 1")
+    if any(getattr(module, "base_layer", None) in mixtures for module in model.modules()):
+        raise SettingsError(
+            f"expected no adapters of experts with trainer.expert_parallel = {ranks}, found some: set it to 1, or name other layers in "
+            'policy.lora.target_modules, such as ["q_proj", "v_proj"]'
+        )
     import deepspeed
     from deepspeed.utils import groups
 
@@ -154,10 +161,14 @@ def divide(model: Any, ranks: int) -> None:
     made: Any = _divided
     for module in mixtures:
         name, whole = f"ep_size_{ranks}", module.num_experts
-        module.__class__ = made(type(module))
+        is_trained = any(weight.requires_grad for weight in module.parameters())
+        module.__class__ = made(type(module), known=is_trained and zero_stage < 3)
         module.whole_experts, module.num_experts = whole, whole // ranks
         for weight in module.parameters():
             weight.allreduce, weight.group_name = False, name  # DeepSpeed's marks
+            if zero_stage == 3:
+                weight.ds_zero_placement_family, weight.ds_zero_partition_group_name = "autoep_expert", name
+                weight.ds_zero_partition_process_group = groups._get_expert_data_parallel_group(name)
             place = dist.get_rank(group_of(weight)) * module.num_experts
             weight.data = weight.data[place : place + module.num_experts].clone()
         module.register_buffer("tokens_E", torch.zeros(whole, dtype=torch.int64), persistent=False)
@@ -177,11 +188,13 @@ def _refusal(model: Any, mixtures: list[Any], ranks: int) -> str:
 
 
 @functools.cache
-def _divided(experts: type[nn.Module]) -> type[nn.Module]:
-    """Return ``experts``' class with :class:`_Divided`; DeepSpeed finds mixtures by its own class."""
+def _divided(experts: type[nn.Module], *, known: bool) -> type[nn.Module]:
+    """Return ``experts``' class with :class:`_Divided`, ``known`` to DeepSpeed as a mixture: it expects their weights in the
+    optimizer then, and refuses them at stage 3, where the weights' marks suffice.
+    """
     from deepspeed.moe.layer import MoE
 
-    return type(f"Divided{experts.__name__}", (_Divided, experts, MoE), {})
+    return type(f"Divided{experts.__name__}", (_Divided, experts, MoE) if known else (_Divided, experts), {})
 
 
 def layers_of(model: nn.Module) -> list[Any]:
@@ -214,8 +227,15 @@ def whole(weight: Tensor) -> Tensor:
 
 
 def whole_shape(weight: Tensor) -> tuple[int, ...]:
+    """Return the shape of a weight with all experts, also of one that ZeRO stage 3 divides."""
+    group, shape = group_of(weight), tuple(getattr(weight, "ds_shape", weight.shape))
+    return shape if group is None else (shape[0] * dist.get_world_size(group), *shape[1:])
+
+
+def first_number(weight: Tensor) -> int:
+    """Return the place in the flat weight with all experts at which this rank's begin."""
     group = group_of(weight)
-    return tuple(weight.shape) if group is None else (len(weight) * dist.get_world_size(group), *weight.shape[1:])
+    return 0 if group is None else dist.get_rank(group) * int(getattr(weight, "ds_numel", weight.numel()))
 
 
 def _all(part: Tensor, group: Any) -> Tensor:
@@ -251,68 +271,9 @@ def take_imbalance(model: nn.Module) -> dict[str, float]:
 
 @contextlib.contextmanager
 def saved_by_rank(engine: Any) -> Iterator[None]:
-    """Let DeepSpeed save and load as without mixtures: rank 0's model, each rank's optimizer.
-
-    :func:`save` has the experts.
-    """
+    """Let DeepSpeed save and load as without mixtures: rank 0's model, and each rank's optimizer, which has the experts."""
     has, engine.has_moe_layers = engine.has_moe_layers, False
     try:
         yield
     finally:
         engine.has_moe_layers = has
-
-
-def save(model: nn.Module, folder: Path, write: Callable[[Any, str], object]) -> None:
-    """Let one rank for each part of the experts write it to ``folder``; collective."""
-    if not (layers := layers_of(model)):
-        return
-    ranks = dist.get_world_size(_group(layers[0]))
-    if dist.get_rank() < ranks:
-        folder.mkdir(parents=True, exist_ok=True)
-        parts = {name: weight.detach() for name, weight in model.named_parameters() if group_of(weight) is not None}
-        write({"ranks": ranks, "module": parts}, str(folder / _file(dist.get_rank())))
-    meet_at_storage()
-
-
-def _file(place: int) -> str:
-    return f"experts_{place:02d}_model_states.pt"
-
-
-def check_saved(model: nn.Module, folder: Path, *, of_others: bool) -> None:
-    """Raise SettingsError if the checkpoint in ``folder`` has other groups of experts than ``model``, or if ``of_others``, other
-    ranks or another ZeRO stage, wrote them.
-    """
-    layers, saved = layers_of(model), len(list(folder.glob(_file(0).replace("00", "*"))))
-    own = dist.get_world_size(_group(layers[0])) if layers else 1
-    if max(1, saved) != own:
-        raise SettingsError(
-            f"expected to resume {folder} with trainer.expert_parallel = {max(1, saved)}, which wrote it, found {own}: "
-            "change it back, or start a new run from what `penstock export` writes"
-        )
-    if layers and of_others:
-        raise SettingsError(
-            f"expected to resume {folder} with the trainer.ranks, trainer.nodes and trainer.zero_stage that wrote it, as "
-            "trainer.expert_parallel is more than 1: change them back, or start a new run from what `penstock export` writes"
-        )
-
-
-def load(model: nn.Module, folder: Path) -> None:
-    """Read this rank's experts, which DeepSpeed took from rank 0."""
-    if not (layers := layers_of(model)):
-        return
-    path = folder / _file(dist.get_rank(_group(layers[0])))
-    parts = torch.load(path, map_location="cpu", weights_only=True)["module"]
-    named = dict(model.named_parameters())
-    with torch.no_grad():
-        for name, part in parts.items():
-            named[name].copy_(part)
-
-
-def joined(folder: Path, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return a checkpoint's ``weights`` with the experts of all ranks."""
-    paths = sorted(folder.glob(_file(0).replace("00", "*")))
-    files = [torch.load(path, map_location="cpu", weights_only=True) for path in paths]
-    if files and files[0]["ranks"] != len(files):
-        raise SettingsError(f"expected {files[0]['ranks']} files of experts in {folder}, found {len(files)}")
-    names = files[0]["module"] if files else ()
-    return {**weights, **{name: torch.cat([file["module"][name] for file in files]) for name in names}}

@@ -81,6 +81,7 @@ class Retention:
             journal_entry=entry,
             ranks=self._trainer.ranks * self._trainer.nodes,
             zero_stage=self._trainer.zero_stage,
+            expert_parallel=self._trainer.expert_parallel,
             settings_revision=live.revision,
             live_values={} if revision is None else revision.values,
             signals=await read_signals(self._bus),

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from penstock.services.trainer.model import experts
 from penstock.services.trainer.model.memory.recomputation import checkpointable
 from penstock.shared.settings import Settings
 
@@ -55,7 +56,8 @@ def by_layer(model: nn.Module, device: torch.device) -> Iterator[None]:
 
     Between calls a layer's weight is NaN of its shape, without memory (:func:`cast` changes its number type).
     """
-    layers = [] if _fits(model, device) else checkpointable(model)  # one in another may be computed again by itself
+    # one in another may be computed again by itself, as divided experts are
+    layers = [] if _fits(model, device) else [*checkpointable(model), *experts.layers_of(model)]
     streamed = _Streamed(device, {weight: weight.data for layer in layers for weight in _large(layer)})
     others = [tensor for tensor in (*model.parameters(), *model.buffers()) if tensor not in streamed.host]
     before = [tensor.data for tensor in others]

@@ -1,7 +1,7 @@
-"""Resume with other ranks or another ZeRO stage than those that wrote a checkpoint.
+"""Resume with other ranks, another ZeRO stage or another division of experts than those that wrote a checkpoint.
 
 From ZeRO stage 1 on, each rank has flat tensors in float32: its parts of the parameters, one after the other, and AdamW's
-two moments alike. A rank's file says which range of which parameter is where in them::
+two moments alike. A rank's file says which range of which parameter, with all experts, is where in them::
 
     ("layers.0.norm.weight", start 0, 512 numbers, flat tensor 0, from its place 4096 on), …
 
@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from penstock.services.trainer.model import experts
 from penstock.shared.errors import SettingsError
 
 RANGES = "penstock_ranges"
@@ -32,7 +33,7 @@ class Range:
 
     name: str
     start: int
-    """In the parameter."""
+    """In the parameter, with all experts."""
     numel: int
     flat: int
     """Which flat tensor."""
@@ -54,14 +55,15 @@ def ranges_of(optimizer: Any) -> list[Range] | None:
 
 
 def _of_stage_3(optimizer: Any) -> Iterator[Range]:
-    rank = dist.get_rank(group=optimizer.dp_process_group)
     for flat, group in enumerate(optimizer.fp16_groups):
         offset = 0
         for parameter in group:
             size = parameter.partition_numel()  # the last ranks' are padded
-            numel = min(size, parameter.ds_numel - rank * size)
+            start = dist.get_rank(group=parameter.ds_process_group) * size
+            numel = min(size, parameter.ds_numel - start)
             if numel > 0:
-                yield Range(optimizer.param_names[parameter], rank * size, numel, flat, offset)
+                start += experts.first_number(parameter)
+                yield Range(optimizer.param_names[parameter], start, numel, flat, offset)
             offset += size
 
 
@@ -70,7 +72,8 @@ def _of_mappings(optimizer: Any) -> Iterator[Range]:
         for parameter in group:
             if (mapping := parameter._hp_mapping) is not None:
                 inside, place = mapping.lp_fragment_address, mapping.hp_fragment_address
-                yield Range(optimizer.param_names[parameter], inside.start, inside.numel, flat, place.start)
+                start = experts.first_number(parameter) + inside.start
+                yield Range(optimizer.param_names[parameter], start, inside.numel, flat, place.start)
 
 
 def with_ranges(state_dict: Any, path: str, ranges: Sequence[Range] | None) -> Any:
@@ -107,6 +110,19 @@ def load_ranges(optimizer: Any, folder: Path) -> None:
         optimizer.checkpoint_event_epilogue()
     else:
         optimizer.update_lp_params()
+
+
+def joined(folder: Path, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return those of a rank's weights, in its ``parts``, that all ranks' files in ``folder`` have, with all experts."""
+    pieces, _ = _read(folder)
+    whole = {}
+    for name, part in parts.items():
+        if ranges := pieces.get(name):
+            numel = max(piece.start + piece.numel for piece, _ in ranges)
+            flat = torch.empty(numel)
+            _fill(flat, Range(name, 0, numel, 0, 0), ranges, _MASTER)
+            whole[name] = flat.view(-1, *part.shape[1:]).to(part.dtype)
+    return whole
 
 
 def _read(folder: Path) -> tuple[_Pieces, Tensor]:
