@@ -117,7 +117,7 @@ class TrainerSettings(Section):
     (trainer.sequence_parallel). A group's prompt counts once, or per sample where trainer.packing computes it so."""
     sequence_parallel: PositiveInt = Field(default=1)
     """Ranks of a host that compute a sample together if it is longer than trainer.micro_batch_tokens: its limit is as many
-    times that. Only for models that mix tokens in attention alone; not proven on GPUs yet."""
+    times that. Only for models that mix tokens in attention alone."""
     packing: Literal["auto", "rows", "sequences"] = Field(default="auto")
     """`rows`: a group's prompt is computed once, and so are equal beginnings of short completions. `sequences`: each prompt
     and completion separately; exact for every causal model, slower. `auto`: rows if the model's layers are known."""
