@@ -263,7 +263,8 @@ def check_experts(
         ("[episodes]", episodes.is_on),
         (f"trainer.zero_stage = {trainer.zero_stage}", trainer.zero_stage == 3),
         (f"trainer.sequence_parallel = {trainer.sequence_parallel}", trainer.sequence_parallel > 1),
-        (f"rollout.engine = {rollout.engine!r} instead of 'transformers'", rollout.engine != "transformers"),
+        (f"rollout.engine = {rollout.engine!r}", rollout.engine not in ("transformers", "vllm")),
+        (f"rollout.vllm.quantization = {rollout.vllm.quantization!r}", rollout.vllm.quantization != "none"),
     ):
         if trainer.router_replay and is_used:
             raise ValueError(f"expected trainer.router_replay = false with {key}, found true: change one of them")
