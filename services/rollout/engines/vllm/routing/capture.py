@@ -22,8 +22,8 @@ from penstock.shared.errors import SettingsError
 from penstock.shared.model.routes import id_type
 
 COMPARED = {(0, 26), (0, 32)}
-FAMILIES = frozenset({"mixtral", "olmoe", "qwen2_moe", "qwen3_moe"})
-"""Model types whose recorded experts were compared with the trainer's (``tests/rollout/engines/vllm/test_routes.py``)."""
+FAMILIES = frozenset({"gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"})
+"""Model types whose recorded experts were compared with the trainer's (``tests/support/vllm_agreement.py``)."""
 _SET_FALSE = "set trainer.router_replay to false"
 
 
