@@ -49,6 +49,7 @@ class RouteRecord:
         host, device = torch.from_numpy(array), self._chosen_TW.device
         return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.clone()
 
+    @torch.inference_mode()
     def grow(self, rows: int, tokens: int, before: tuple[int, int]) -> None:
         """Change from ``before`` to ``rows`` of ``tokens`` places each, a multiple of PAGE."""
         old = self._table[:-1].reshape(before[0], before[1] // PAGE)
@@ -57,6 +58,7 @@ class RouteRecord:
         self._table = np.append(table.ravel(), 0)  # the last is of what is not kept
         self._device_table = self._sent(self._table)
 
+    @torch.inference_mode()
     def reserve(self, slot_n: npt.NDArray[np.int64], tokens: int) -> int:
         """Have pages for ``slot_n`` in rows of ``tokens``, and the next ones; return for how many more steps they do."""
         page_n = slot_n // PAGE
