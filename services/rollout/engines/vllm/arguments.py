@@ -38,7 +38,7 @@ NOT_SERVED = {
     "aux_output_config": "workers record them: change trainer.router_replay",
 }
 _EXTENSION = "penstock.services.rollout.engines.vllm.worker.WorkerExtension"
-ROUTING = "penstock.services.rollout.engines.vllm.worker.RoutingExtension"
+ROUTING = "penstock.services.rollout.engines.vllm.routing.extension.RoutingExtension"
 """The ``worker_extension_cls`` of workers that record experts."""
 
 

@@ -34,7 +34,7 @@ from penstock.services.rollout.engines.vllm.decoding.several_steps import quick_
 from penstock.services.rollout.engines.vllm.ladder import Ladder, storages, tensors
 from penstock.services.rollout.engines.vllm.multihost.hosts import secret_of
 from penstock.services.rollout.engines.vllm.multihost.stores import bind_stores
-from penstock.services.rollout.engines.vllm.routing.capture import capture_routes, route_record
+from penstock.services.rollout.engines.vllm.routing.capture import route_record
 from penstock.services.rollout.engines.vllm.routing.route_record import RouteRecord
 from penstock.services.rollout.engines.vllm.runner_hooks import RunnerTap, can_listen, draw_alike, warm_up_own_routers
 from penstock.services.rollout.engines.vllm.swap.share_plan import agree
@@ -387,15 +387,6 @@ class WorkerExtension:
         except WeightsError as error:
             return {"error": str(error), "torn": self._policy.torn}
         return {"error": "", "torn": False, "path": path, "copied_bytes": copied_bytes}
-
-
-class RoutingExtension(WorkerExtension):
-    """Of workers that record experts, too."""
-
-    def __new__(cls, *arguments: Any, **named: Any) -> "RoutingExtension":
-        worker: RoutingExtension = super().__new__(cls, *arguments, **named)  # type: ignore[assignment]
-        capture_routes(worker)
-        return worker
 
 
 def adapter_request(folder: str, in_place: bool = False) -> Any:
