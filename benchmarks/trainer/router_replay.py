@@ -132,7 +132,7 @@ async def by_vllm(
     groups: list[Sequence[GeneratedSample]] = []
     try:
         for name, extension in (("without", gathered["worker_extension_cls"]), ("with", ROUTING)):
-            engine = await open_vllm({**gathered, "worker_extension_cls": extension}, shadow="bucketed")
+            engine = await open_vllm({**gathered, "worker_extension_cls": extension})
             engines[name] = engine
             await put(engine, file_offer(record, 120.0))
             await asyncio.gather(*map(engine.generate, requests))
@@ -223,7 +223,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine", choices=["transformers", "vllm"], default="transformers")
     parser.add_argument("--rounds", type=int, default=4, help="of each of vLLM's engines")
-    parser.add_argument("--cache-gb", type=float, default=6.0, help="of each of vLLM's engines on a GPU")
+    parser.add_argument("--cache-gb", type=float, default=4.0, help="of each of vLLM's engines on a GPU")
     parser.add_argument("--size", choices=SIZES, default="small")
     parser.add_argument("--groups", type=int, default=16)
     parser.add_argument("--samples", type=int, default=4)
