@@ -30,21 +30,20 @@ class RouteExchange:
         lengths = {(each.claim, (len(each.columns_P), each.drawn)) for batch in batches for each in batch.routed}
         known_once = Counter(claim for claim, _ in lengths)  # a claim of samples of several lengths is none's
         tokens = {claim: length for claim, length in lengths if known_once[claim] == 1}
-        taken = []
+        taken = set()
         for claim, payload in self._scattered(sorted(tokens)).items():
             try:
                 self._replay.take(claim, payload, *tokens[claim])
-                taken.append(claim)
+                taken.add(claim)
             except ValueError as error:
                 log.warning("sample routed live", extra={"reason": str(error)})
         replayed = sum(self._columns(batch) for batch in batches)
-        samples = sum(len(batch.places_S) for batch in batches)
-        sums = torch.tensor(
-            [replayed, sum(batch.tokens for batch in batches), samples - len(taken)], dtype=torch.float64
-        )
+        # equal completions of a group have one claim
+        live = sum(len(batch.places_S) - sum(each.claim in taken for each in batch.routed) for batch in batches)
+        sums = torch.tensor([replayed, sum(batch.tokens for batch in batches), live], dtype=torch.float64)
         dist.all_reduce(sums, group=host_group())
         of_ranks: list[list[bytes]] = [[]] * dist.get_world_size()
-        dist.all_gather_object(of_ranks, taken, group=host_group())
+        dist.all_gather_object(of_ranks, sorted(taken), group=host_group())
         known = sorted(claim for claims in of_ranks for claim in claims)
         figures = {"replayed_fraction": float(sums[0] / sums[1]), "routed_live": float(sums[2])}
         return figures, hashlib.sha256(b"\n".join(known)).hexdigest() if known else ""

@@ -25,11 +25,11 @@ needs_vllm = pytest.mark.skipif(
 
 @cache
 def seen() -> dict[str, dict[str, Any]]:
-    return {line["name"]: line for line in forge.scenes("tests.support.vllm_agreement", *VLLM.tested, timeout_s=500)}
+    return {line["name"]: line for line in forge.scenes("tests.support.vllm_agreement", *VLLM.tested, timeout_s=900)}
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(960)
 @needs_vllm
 @pytest.mark.parametrize("name", VLLM.tested)
 def test_vllm_gives_the_trainers_logprobs_after_each_update(name: str) -> None:
@@ -37,7 +37,7 @@ def test_vllm_gives_the_trainers_logprobs_after_each_update(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(960)
 @needs_vllm
 def test_a_tensor_that_a_loader_would_cut_is_refused_and_named() -> None:
     refusal = "vLLM takes only a part of model.layers.0.self_attn.q_proj.weight ("
