@@ -1,9 +1,9 @@
 """Routes: the experts that each token of a sample went to when it was sampled, as bytes on a replica's shelf.
 
 Of a prompt of 2 tokens and a completion of 3, the routes are those of the first 4 tokens, as the last one was drawn but
-not read; vLLM records those of the last 3 of them alone, whose reading gave the completion's logprobs. Each has the ids of K experts in each of the decoder's L layers; those of layers that are no mixtures are not
-read. One byte an id, two with more than 256 experts, in the order of the array: 384 B a token of a model with 48 layers
-and 8 experts a token.
+not read; vLLM records those of the last 3 of them alone, whose reading gave the completion's logprobs. Each has the ids
+of K experts in each of the decoder's L layers; those of layers that are no mixtures are not read. One byte an id, two
+with more than 256 experts, in the order of the array: 384 B a token of a model with 48 layers and 8 experts a token.
 
 Shapes: ``P`` tokens of prompt and completion but the last, ``L`` layers, ``K`` experts per token.
 """
