@@ -142,6 +142,7 @@ async def by_vllm(
             generated = await asyncio.gather(*map(engines[name].generate, requests))
             elapsed_s = time.perf_counter() - began_s
             rates[name].append(sum(len(of.token_ids) for each in generated for of in each.samples) / elapsed_s)
+            print(json.dumps({"records": name, "tokens_per_s": round(rates[name][-1])}), flush=True)
             groups = [each.samples for each in generated] if name == "with" else groups
     finally:
         for engine in engines.values():
@@ -240,7 +241,6 @@ def main() -> None:
         os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
         with tempfile.TemporaryDirectory() as folder:
             groups, rates = asyncio.run(by_vllm(model, requests, Path(folder), given.rounds, given.cache_gb))
-        print(json.dumps(rates), flush=True)
     else:
         groups = by_transformers(model, requests, device)
     drawn_s = time.perf_counter() - started_s
