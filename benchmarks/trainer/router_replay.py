@@ -1,25 +1,34 @@
 """Mismatch of replicas and trainer for a random mixture of experts, with live and with replayed routes.
 
     python -m benchmarks.trainer.router_replay
+    python -m benchmarks.trainer.router_replay --engine vllm --size 30b-a3b-8     one GPU of 80 GB
 
 An engine draws completions in bfloat16 and records the experts of each token; the trainer's model scores them in packed
 rows, in bfloat16, too. ``kl`` is the mean of exp(d) − 1 − d over tokens, d = trainer's − engine's logprob: an estimate of
 KL(engine ‖ trainer). ``same_experts`` is the share of (token, layer) pairs for which both choose the same experts by
-themselves; ``bus_ratio_1024`` what a sample of 1,024 tokens takes on the bus with its claim, by what it takes without. Fails if the routes of a sample are missing, or replay leaves more than 0.4 of the mismatch.
+themselves; ``bus_ratio_1024`` what a sample of 1,024 tokens takes on the bus with its claim, by what it takes without. With vLLM a second engine without
+records decodes the same in turn: ``rate_ratio`` is the median rate with records by that without. vLLM records no prompts
+but their last token. Fails if the routes of a sample are missing, or replay leaves more than 0.4 of the mismatch.
 """
 
 import argparse
+import asyncio
 import dataclasses
 import json
+import os
+import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
+from benchmarks.rollout.policy import put
 from penstock.services.rollout.engines.engine import GeneratedSample, GenerationRequest, with_texts
 from penstock.services.trainer.batch.packing import PackedRow, micro_batch
 from penstock.services.trainer.model.policy import Policy
@@ -29,12 +38,15 @@ from penstock.shared.bus.encoding import wire
 from penstock.shared.bus.messages import (
     FinishReason,
     GroupId,
+    PolicyRecord,
     PolicyVersion,
     Prompt,
     RolloutGroup,
     Sample,
     Sampling,
 )
+from penstock.shared.weights.format.snapshot import write_snapshot
+from penstock.shared.weights.receiver.puller import file_offer
 
 SIZES: dict[str, dict[str, int]] = {
     "small": {
@@ -46,9 +58,16 @@ SIZES: dict[str, dict[str, int]] = {
         "num_hidden_layers": 12, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 128,
         "vocab_size": 32_768,
     },
+    "30b-a3b-8": {  # 8 of Qwen3-30B-A3B's 48 layers
+        "hidden_size": 2048, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8,
+        "num_hidden_layers": 8, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
+        "vocab_size": 32_768,
+    },
 }  # fmt: skip
 MOST = 0.4
 """Of the mismatch with live routes."""
+_COMPARED = 32
+"""Groups."""
 _SPREAD = 1.5
 """Standard deviation of a router's scores, so that it chooses as clearly as a trained one."""
 
@@ -88,6 +107,51 @@ def by_transformers(model: Any, requests: Sequence[GenerationRequest], device: s
     return [finished[place] for place in range(len(requests))]
 
 
+async def by_vllm(
+    model: Any, requests: Sequence[GenerationRequest], folder: Path, rounds: int, cache_gb: float
+) -> tuple[list[Sequence[GeneratedSample]], dict[str, Any]]:
+    """Return what an engine that records draws in the last round, and the rates with and without records."""
+    from penstock.services.rollout.engines.vllm.arguments import ROUTING, gather
+    from penstock.services.rollout.engines.vllm.start import open_vllm
+
+    on_gpu, samples = model.device.type == "cuda", sum(request.sampling.samples for request in requests)
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(folder / "policy")
+    written = write_snapshot(folder / "weights", PolicyVersion(0), 0, model.named_parameters(), torch.bfloat16)
+    record = PolicyRecord(PolicyVersion(0), None, 0, 0.0, written.digest, str(written.location))
+    more: dict[str, Any] = {"kv_cache_memory_bytes": int(cache_gb * 1e9)} if on_gpu else {}
+    if on_gpu:
+        more |= {"cudagraph_capture_sizes": [1, 8, 64, samples]}
+    gathered = gather(
+        str(folder / "policy"), dtype="bfloat16", seed=0, max_num_seqs=samples, gpu_memory_utilization=0.1,
+        max_model_len=4096, enforce_eager=not on_gpu, arguments=more,
+    )  # fmt: skip
+    gathered["load_format"] = "dummy"
+    engines = {}
+    rates: dict[str, list[float]] = {"without": [], "with": []}
+    groups: list[Sequence[GeneratedSample]] = []
+    try:
+        for name, extension in (("without", gathered["worker_extension_cls"]), ("with", ROUTING)):
+            engine = await open_vllm({**gathered, "worker_extension_cls": extension})
+            engines[name] = engine
+            await put(engine, file_offer(record, 120.0))
+            await asyncio.gather(*map(engine.generate, requests))
+        for number in range(2 * rounds):
+            name = list(rates)[(number + number // 2) % 2]  # in the order a b b a
+            began_s = time.perf_counter()
+            generated = await asyncio.gather(*map(engines[name].generate, requests))
+            elapsed_s = time.perf_counter() - began_s
+            rates[name].append(sum(len(of.token_ids) for each in generated for of in each.samples) / elapsed_s)
+            print(json.dumps({"records": name, "tokens_per_s": round(rates[name][-1])}), flush=True)
+            groups = [each.samples for each in generated] if name == "with" else groups
+    finally:
+        for engine in engines.values():
+            await engine.close()
+    median = {name: statistics.median(of) for name, of in rates.items()}
+    rounded = {name: [round(rate) for rate in of] for name, of in rates.items()}
+    return groups, {"tokens_per_s": rounded, "rate_ratio": median["with"] / median["without"]}
+
+
 @torch.no_grad()
 def compare(model: Any, requests: Sequence[GenerationRequest], groups: Sequence[Sequence[GeneratedSample]]) -> Any:
     """Return the figures of both kinds of routes; some groups a pass."""
@@ -108,7 +172,8 @@ def compare(model: Any, requests: Sequence[GenerationRequest], groups: Sequence[
             claim = f"{number} {place}".encode()
             missing += of.routes is None
             if of.routes is not None:
-                plan.take(claim, of.routes.tobytes(), len(request.prompt_token_ids) + len(of.token_ids) - 1)
+                drawn_tokens = len(of.token_ids)
+                plan.take(claim, of.routes.tobytes(), len(request.prompt_token_ids) + drawn_tokens - 1, drawn_tokens)
                 nbytes += of.routes.nbytes
             claimed.append(dataclasses.replace(sample, routes=claim))
         batch = micro_batch([PackedRow(request.prompt_token_ids, tuple(claimed), tuple(range(len(claimed))))])
@@ -119,9 +184,11 @@ def compare(model: Any, requests: Sequence[GenerationRequest], groups: Sequence[
         chosen.clear()
         live = policy(batch).policy_logprobs_N
         if routes_TLK is not None:
-            same_TL = (torch.stack(chosen, 1) == routes_TLK.sort(-1).values.cpu()).all(-1)
-            equal["prompts"] += same_TL[: len(request.prompt_token_ids)].flatten().tolist()
-            equal["completions"] += same_TL[len(request.prompt_token_ids) :].flatten().tolist()
+            recorded_TLK = routes_TLK.sort(-1).values.cpu()
+            same_TL, is_known_T = (torch.stack(chosen, 1) == recorded_TLK).all(-1), recorded_TLK[:, 0, 0] >= 0
+            is_prompt_T = torch.arange(len(same_TL)) < len(request.prompt_token_ids)
+            equal["prompts"] += same_TL[is_known_T & is_prompt_T].flatten().tolist()
+            equal["completions"] += same_TL[is_known_T & ~is_prompt_T].flatten().tolist()
         for is_replayed, logprobs in ((True, with_routes), (False, live)):
             differences[is_replayed].append(logprobs.double().cpu().numpy() - batch.behavior_logprobs_N)
     kl = {key: float(np.mean(np.expm1(d) - d)) for key, d in ((k, np.concatenate(v)) for k, v in differences.items())}
@@ -155,6 +222,9 @@ def bus_ratio(tokens: int) -> float:
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engine", choices=["transformers", "vllm"], default="transformers")
+    parser.add_argument("--rounds", type=int, default=4, help="of each of vLLM's engines")
+    parser.add_argument("--cache-gb", type=float, default=4.0, help="of each of vLLM's engines on a GPU")
     parser.add_argument("--size", choices=SIZES, default="small")
     parser.add_argument("--groups", type=int, default=16)
     parser.add_argument("--samples", type=int, default=4)
@@ -166,12 +236,18 @@ def main() -> None:
     sampling = Sampling(samples=given.samples, max_new_tokens=given.new_tokens, temperature=1.0)
     ids = prompts(given.groups, given.prompt_tokens, model.config.vocab_size)
     requests = [GenerationRequest(own, sampling, seed) for seed, own in enumerate(ids)]
-    groups = by_transformers(model, requests, device)
+    rates: dict[str, Any] = {}
+    if given.engine == "vllm":
+        os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+        with tempfile.TemporaryDirectory() as folder:
+            groups, rates = asyncio.run(by_vllm(model, requests, Path(folder), given.rounds, given.cache_gb))
+    else:
+        groups = by_transformers(model, requests, device)
     drawn_s = time.perf_counter() - started_s
-    figures = compare(model, requests, groups)
-    shown = {"benchmark": "router_replay", "engine": "transformers", "device": device, "size": given.size}
+    figures = compare(model, requests[:_COMPARED], groups[:_COMPARED])
+    shown = {"benchmark": "router_replay", "engine": given.engine, "device": device, "size": given.size}
     shown["parameters"] = sum(weight.numel() for weight in model.parameters())
-    print(json.dumps({**shown, **figures, "bus_ratio_1024": bus_ratio(1024), "drawn_s": drawn_s}))
+    print(json.dumps({**shown, **figures, **rates, "bus_ratio_1024": bus_ratio(1024), "drawn_s": drawn_s}))
     sys.exit(bool(figures["missing_routes"]) or not figures["kl_ratio"] <= MOST)
 
 

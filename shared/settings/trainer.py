@@ -90,7 +90,7 @@ class TrainerSettings(Section):
     experts, their gradients and states, and tokens travel to them. Divides the number of ranks, and of experts."""
     router_replay: bool = Field(default=False)
     """Send each token of a mixture to the experts that it went to when it was sampled, with the live scores of these. The
-    experts stay on the replicas' shelves; samples whose experts are lost are routed live. With rollout.engine = "transformers"."""
+    experts stay on the replicas' shelves; samples whose experts are lost are routed live. docs/models.md has the models."""
     gpus: tuple[NonNegativeInt, ...] = Field(default=())
     """GPU indices for the ranks, one each, among those in CUDA_VISIBLE_DEVICES, under `penstock up`.
     Empty: all."""
@@ -261,7 +261,8 @@ def check_experts(
         ("[episodes]", episodes.is_on),
         (f"trainer.zero_stage = {trainer.zero_stage}", trainer.zero_stage == 3),
         (f"trainer.sequence_parallel = {trainer.sequence_parallel}", trainer.sequence_parallel > 1),
-        (f"rollout.engine = {rollout.engine!r} instead of 'transformers'", rollout.engine != "transformers"),
+        (f"rollout.engine = {rollout.engine!r}", rollout.engine not in ("transformers", "vllm")),
+        (f"rollout.vllm.quantization = {rollout.vllm.quantization!r}", rollout.vllm.quantization != "none"),
     ):
         if trainer.router_replay and is_used:
             raise ValueError(f"expected trainer.router_replay = false with {key}, found true: change one of them")

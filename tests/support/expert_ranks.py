@@ -31,6 +31,7 @@ from penstock.services.trainer.phases import Phases
 from penstock.services.trainer.rank_group import start_ranks
 from penstock.services.trainer.self_test import self_test
 from penstock.shared.errors import SettingsError
+from penstock.shared.model.routes import mixtures_of
 from penstock.shared.settings import Settings
 from tests.support import tiny, tolerance
 from tests.support.model_configurations import configurations
@@ -233,9 +234,8 @@ def imbalance() -> tuple[float, float]:
     def note(_: Any, given: Any) -> None:
         chosen.append(torch.bincount(given[1].flatten(), minlength=4))
 
-    for module in model.modules():
-        if hasattr(module, "_is_expert_parallel"):
-            module.register_forward_pre_hook(note)
+    for module in mixtures_of(model).values():
+        module.register_forward_pre_hook(note)
     for rank in range(ours.ranks):
         Policy(model).eval()(micro_batch(rows(rank, SHAPE)))
     ours.evaluate(micro_batch(rows(dist.get_rank(), SHAPE)))

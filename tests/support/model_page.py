@@ -6,6 +6,7 @@ import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from penstock.services.rollout.engines.vllm.routing.capture import FAMILIES
 from penstock.services.trainer.model import experts
 
 _TABLE = Path(__file__).with_name("model_verdicts.toml")
@@ -57,8 +58,12 @@ _REPLAY = """
 
 Rounding may send a token to other experts in a replica than in the trainer. With `trainer.router_replay` replicas record the experts of each token; the
 trainer sends the token there, with its own router's live scores and their gradients. The experts stay on the replicas' [shelves](reference/bus.md#shelves), a byte each, and need another replica or
-reward service for the second copy (`bus.payload_copies`). A sample whose experts are lost is routed live and counted (`routed_live`). For the model types
-above, with `rollout.engine = "transformers"`: what vLLM records was not compared with the trainer yet.
+reward service for the second copy (`bus.payload_copies`). A sample whose experts are lost is routed live and counted (`routed_live`).
+
+With `rollout.engine = "transformers"`: the model types above. With `"vllm"` (0.26 or 0.32, unquantised) {families}, of which float32 weights on CPUs give the
+experts that the trainer chooses by itself, and without kernels that choose experts themselves. vLLM records the experts of the tokens from which a
+completion was drawn: the other tokens of prompts, which it may find in its cache, are routed live. Records stay on the GPU until their request ends, beside the memory that vLLM
+plans: a byte a layer and expert of each running token.
 """
 _REFUSED = """
 ## Refused
@@ -129,7 +134,7 @@ def verdicts() -> Verdicts:
 
 def text(table: Verdicts) -> str:
     lists = (_HEAD, _ROWS, _listed(table.rows), _SEQUENCES, _listed(table.sequences))
-    shared = (_EXPERTS, _listed(sorted(experts.PROVEN)), _REPLAY)
+    shared = (_EXPERTS, _listed(sorted(experts.PROVEN)), _REPLAY.format(families=_listed(FAMILIES).strip("\n.")))
     rest = (_ONE_RANK, _listed(table.one_rank), *shared, _REFUSED, _messages(table.refused), _agreement(table.vllm))
     blocks = "".join((*lists, *rest)).strip().split("\n\n")
     return "\n\n".join(block if block.startswith(("|", "#")) else _wrapped(block) for block in blocks) + "\n"

@@ -2,6 +2,7 @@
 
 vLLM starts with random weights. Every policy tensor then changes and is swapped in by the replica's
 :class:`WeightSwapper`, twice. After each, vLLM samples completions and the policy scores them in packed rows.
+Of mixtures of experts, what the workers record is compared with the experts that the policy chooses for the same tokens.
 ``python -m tests.support.vllm_agreement [names…]`` prints one JSON line per model. Each model runs in a fork of a
 process that has imported vLLM (see ``vllm_models``).
 """
@@ -11,6 +12,7 @@ import dataclasses
 import json
 import multiprocessing
 import os
+import re
 import sys
 import tempfile
 import time
@@ -23,14 +25,18 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from penstock.services.rollout.engines.vllm.arguments import check_windows, gather, serving
+from penstock.services.rollout.engines.vllm.arguments import ROUTING, check_windows, gather, serving
+from penstock.services.rollout.engines.vllm.routing.capture import FAMILIES, RouteCapture, route_record
+from penstock.services.rollout.engines.vllm.runner_hooks import RunnerTap
 from penstock.services.rollout.engines.vllm.swap.weight_swap import WeightSwapper
+from penstock.services.rollout.engines.vllm.token_record import Finished, TokenRecord
 from penstock.services.trainer.batch.packing import PackedRow, micro_batch
 from penstock.services.trainer.model.named_tensors import published
 from penstock.services.trainer.model.policy import Policy
 from penstock.services.trainer.self_test import self_test
 from penstock.shared.bus.messages import FinishReason, Int32Array, Sample
 from penstock.shared.errors import SettingsError, WeightsError
+from penstock.shared.model.routes import mixtures_of
 from tests.support import model_zoo
 from tests.support.model_configurations import VOCABULARY, WINDOW
 from tests.support.model_page import Agreement, verdicts
@@ -46,6 +52,8 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "lfm2_moe enable_prefix_caching=false": {"enable_prefix_caching": False},
 }
 """Settings of ``rollout.vllm``, by configuration name."""
+_SAMPLE = re.compile(r"(\d+)_(\d+)")
+"""vLLM's name of a sample: its place, and its request."""
 STALE = 0.1
 """Nats: an engine without the update differs by far more than this."""
 Completions: TypeAlias = tuple[list[PackedRow], torch.Tensor]
@@ -62,6 +70,10 @@ class Seen:
     stale: float = 0.0
     """Gap of an engine with the weights before the update."""
     after: list[float] = dataclasses.field(default_factory=list)
+    routed: int = 0
+    """Compared pairs of a token and a mixture layer; without ``trainer.router_replay`` for the family none."""
+    misrouted: int = 0
+    """Of these, pairs with other experts than the policy chooses."""
     cut: str = ""
     """Engine's message for a version whose first query projection has twice the rows; loaders take the first ones."""
     seconds: float = 0.0
@@ -115,6 +127,7 @@ def _measure(folder: Path, seen: Seen) -> None:
         check_windows(model, served.model, served.max_model_len)
         device = next(model.parameters()).device
         swapper = WeightSwapper(model, worker.vllm_config, device)
+        routes = Routes(worker) if isinstance(worker.penstock_routes, RouteCapture) else None
         completions = sampled(llm, "v0")
         seen.before = gap(policy, completions)
         model_zoo.randomise(policy.model, seed=1)
@@ -123,7 +136,10 @@ def _measure(folder: Path, seen: Seen) -> None:
             model_zoo.randomise(policy.model, seed=version)
             swapper.prepare(tensors_of(policy, device))
             seen.path, _ = swapper.swap()
-            seen.after.append(gap(policy, sampled(llm, f"v{version}")))
+            seen.after.append(gap(policy, sampled(llm, f"v{version}", routes)))
+            if routes is not None:
+                compared, others = routes.compared(policy.model)
+                seen.routed, seen.misrouted = seen.routed + compared, seen.misrouted + others
         seen.cut = offer_wide(swapper, tensors_of(policy, device))
 
 
@@ -140,6 +156,7 @@ def _started(folder: Path, arguments: dict[str, Any]) -> Iterator[Any]:
         enforce_eager=True,
         **arguments,
     )
+    gathered["worker_extension_cls"] = ROUTING
     if torch.cuda.is_available():  # several models share one GPU
         gathered |= {"gpu_memory_utilization": 0.02, "kv_cache_memory_bytes": 1 << 28}
     try:
@@ -148,6 +165,46 @@ def _started(folder: Path, arguments: dict[str, Any]) -> Iterator[Any]:
     except (AssertionError, NotImplementedError, AttributeError, KeyError) as error:
         raise SettingsError(f"vLLM cannot start with it: {error!r}") from error
     yield llm
+
+
+class Routes:
+    """Experts that a worker records, and the sequences that they are of."""
+
+    def __init__(self, worker: Any) -> None:
+        self._record = route_record(worker, "")
+        record = TokenRecord(worker.device, True, self._record)
+        self._tap = RunnerTap(worker.model_runner, record, self._deliver, True)
+        self._recorded: dict[tuple[int, int], torch.Tensor] = {}
+        self.sequences: dict[tuple[int, int], tuple[list[int], int]] = {}
+        """Prompt and completion, and the length of the latter, by request and place."""
+
+    def _deliver(self, finished: Finished) -> None:
+        for (request, *_), routes in zip(finished.rows(), finished.routes, strict=True):
+            if match := _SAMPLE.match(request):
+                self._recorded[int(match[2]), int(match[1])] = routes
+
+    def compared(self, model: Any) -> tuple[int, int]:
+        """Return how many pairs of a token and a layer there are, and for how many the experts are others."""
+        layers = [place for place, layer in enumerate(model.model.layers) if mixtures_of(layer)]
+        pairs = others = 0
+        for key, (ids, drawn) in self.sequences.items():
+            recorded_TLK = np.sort(self._recorded[key].numpy()[:drawn, layers])
+            differ_TL = (recorded_TLK != chosen(model, ids[:-1])[-drawn:]).any(-1)
+            pairs, others = pairs + differ_TL.size, others + int(differ_TL.sum())
+        self.sequences.clear()
+        return pairs, others
+
+
+@torch.inference_mode()
+def chosen(model: Any, ids: list[int]) -> Any:
+    """Return the experts of each token in a plain pass, in ascending order (tokens × mixtures × experts per token)."""
+    seen: list[torch.Tensor] = []
+    mixtures = mixtures_of(model).values()
+    hooks = [each.register_forward_pre_hook(lambda _, given: seen.append(given[1].clone())) for each in mixtures]
+    model(input_ids=torch.tensor([ids], device=next(model.parameters()).device))
+    for hook in hooks:
+        hook.remove()
+    return np.sort(torch.stack(seen, 1).cpu().numpy())
 
 
 def offer_wide(swapper: WeightSwapper, tensors: dict[str, torch.Tensor]) -> str:
@@ -166,7 +223,7 @@ def tensors_of(policy: Policy, device: torch.device) -> dict[str, torch.Tensor]:
     return {each.name: each.merged().to(device, copy=True) for each in published(policy.model)}
 
 
-def sampled(llm: Any, version: str) -> Completions:
+def sampled(llm: Any, version: str, routes: Routes | None = None) -> Completions:
     from vllm import SamplingParams
 
     random = np.random.default_rng(0)
@@ -180,7 +237,17 @@ def sampled(llm: Any, version: str) -> Completions:
         rows.append(
             _row(prompt, [np.array(output.token_ids, np.int32) for output in answer.outputs], SAMPLES * len(rows))
         )
+        if routes is not None:
+            routes.sequences |= {
+                (int(answer.request_id), int(output.index)): (
+                    [*prompt.tolist(), *output.token_ids],
+                    len(output.token_ids),
+                )
+                for output in answer.outputs
+            }
         behavior += [next(iter(place.values())).logprob for output in answer.outputs for place in output.logprobs]
+    if routes is not None:  # workers learn with the next step which requests are finished
+        llm.generate(asked[:1], SamplingParams(max_tokens=1, detokenize=False), use_tqdm=False)
     return rows, torch.tensor(behavior)
 
 
@@ -217,6 +284,10 @@ def objection(actual: dict[str, Any], table: Agreement) -> str:
         )
     if actual["stale"] < STALE:
         return f"expected that the update shows, found {actual['stale']} nats"
+    if actual["name"].split()[0].split("+")[0] in FAMILIES and not actual["routed"]:
+        return "expected that workers record experts, found none"
+    if actual["misrouted"]:
+        return f"expected the policy's experts, found others for {actual['misrouted']} of {actual['routed']} pairs"
     furthest = max(actual["before"], *actual["after"])
     return "" if furthest < FORWARD else f"expected logprobs within {FORWARD} nats, found {furthest}"
 

@@ -64,7 +64,7 @@ class GeneratedSample:
     cached_tokens: int = 0
     """Of its prompt, whose keys and values were in the prefix cache."""
     routes: RouteArray | None = None
-    """The experts of the prompt's and its tokens, but the last (``penstock.shared.model.routes``); None: not recorded."""
+    """As in :mod:`penstock.shared.model.routes`; None: not recorded."""
 
 
 def with_texts(generated: Sequence[GeneratedSample], texts: Sequence[str], *, supports: bool) -> tuple[Sample, ...]:

@@ -162,6 +162,8 @@ class RoutedSample:
 
     claim: bytes
     columns_P: Int64Array
+    drawn: int
+    """Tokens of the completion."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -275,7 +277,8 @@ def _routed(row: PackedRow, start: int) -> list[RoutedSample]:
     for sample, before in zip(row.samples, row.layout.before_S, strict=True):
         if sample.routes and not len(sample.segments):
             places = np.concatenate([prompt, before[1:]])
-            routed.append(RoutedSample(sample.routes, np.where(places < 0, -1, places + start)))
+            columns = np.where(places < 0, -1, places + start)
+            routed.append(RoutedSample(sample.routes, columns, len(sample.token_ids)))
     return routed
 
 

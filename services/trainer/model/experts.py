@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from penstock.shared.errors import SettingsError
+from penstock.shared.model.routes import mixtures_of
 
 PROVEN = frozenset(
     {
@@ -145,7 +146,7 @@ def divide(model: Any, ranks: int, zero_stage: int) -> None:
     """
     if ranks == 1 or layers_of(model):
         return
-    mixtures = [module for module in model.modules() if hasattr(module, "_is_expert_parallel")]
+    mixtures = list(mixtures_of(model).values())
     if reason := _refusal(model, mixtures, ranks):
         raise SettingsError(f"{reason}: set trainer.expert_parallel to 1")
     if any(getattr(module, "base_layer", None) in mixtures for module in model.modules()):

@@ -11,6 +11,7 @@ from penstock.services.rollout.engines.transformers.decoding import Batch, Token
 from penstock.services.rollout.engines.transformers.routes import RouteRecorder
 from penstock.shared.bus.messages import PolicyVersion, Sampling
 from penstock.shared.errors import SettingsError
+from penstock.shared.model.routes import mixtures_of
 from tests.support import tiny
 from tests.support.expert_ranks import family
 
@@ -40,7 +41,7 @@ def decoded(model: Any, *, stop: tuple[int, ...] = STOP, interrupt: Any = None) 
 def chosen(model: Any, ids: list[int]) -> np.ndarray:
     """The experts of each token in one pass, in ascending order (tokens × mixtures × experts per token)."""
     seen: list[torch.Tensor] = []
-    mixtures = [module for module in model.modules() if hasattr(module, "_is_expert_parallel")]
+    mixtures = mixtures_of(model).values()
     hooks = [each.register_forward_pre_hook(lambda _, given: seen.append(given[1].clone())) for each in mixtures]
     model(input_ids=torch.tensor([ids]))
     for hook in hooks:

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import re
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from penstock.services.trainer.model.policy import Policy
 from penstock.services.trainer.model.routing import replay
 from penstock.shared.errors import SettingsError
 from penstock.shared.model import routes
+from penstock.shared.model.routes import mixtures_of
 from penstock.shared.settings import Settings
 from tests.support import tiny
 from tests.support.expert_ranks import family
@@ -57,7 +59,7 @@ def routed(of: Policy, seed: int = 0) -> tuple[list[PackedRow], dict[bytes, np.n
             samples.append(dataclasses.replace(sample, routes=claim))
         claims.append(dataclasses.replace(row, samples=tuple(samples)))
     for claim, own in known.items():
-        plan.take(claim, own.tobytes(), len(own))
+        plan.take(claim, own.tobytes(), len(own), len(own))
     return claims, known
 
 
@@ -132,13 +134,14 @@ def test_any_routes_give_what_routers_by_hand_give(name: str, packing: Any) -> N
 def test_recorded_routes_give_the_recorded_pass(name: str) -> None:
     policy, batch = policy_of(name), micro_batch(rows(0, SHAPE))
     seen: list[torch.Tensor] = []
-    mixtures = [module for module in policy.model.modules() if hasattr(module, "_is_expert_parallel")]
+    mixtures = mixtures_of(policy.model).values()
     hooks = [each.register_forward_pre_hook(lambda _, given: seen.append(given[1])) for each in mixtures]
     live = computed(policy, batch)
     for hook in hooks:
         hook.remove()
-    with replay_of(policy).use(torch.stack(seen, 1).int()):
+    with mock.patch.object(replay_of(policy), "routes_of", return_value=torch.stack(seen, 1).int()) as given:
         assert gap(computed(policy, batch), live) < EXACT
+    given.assert_called_once()
 
 
 def test_tokens_without_routes_are_routed_live() -> None:
@@ -156,6 +159,31 @@ def test_tokens_without_routes_are_routed_live() -> None:
     assert torch.allclose(partly[first:], live[0][first:], atol=EXACT, rtol=0)
 
 
+@pytest.mark.parametrize("packing", ["rows", "sequences"])
+def test_routes_of_completions_alone_leave_prompts_to_the_live_routers(packing: Any) -> None:
+    policy = policy_of("qwen3_moe", packing=packing)
+    of, known = routed(policy)
+    plan, batch = replay_of(policy), micro_batch(of)
+    routes_TLK = plan.routes_of(batch, torch.device("cpu"))
+    assert routes_TLK is not None
+    whole, samples = computed(policy, batch), [sample for row in of for sample in row.samples]
+    for sample, routed_sample in zip(samples, batch.routed, strict=True):
+        drawn = len(sample.token_ids)
+        plan.take(sample.routes, known[sample.routes][-drawn:].tobytes(), len(known[sample.routes]), drawn)
+        assert plan.columns_of(routed_sample).tolist() == routed_sample.columns_P[-drawn:].tolist()
+    read = np.concatenate([plan.columns_of(each) for each in batch.routed])
+    is_prompt_T = ~np.isin(np.arange(len(routes_TLK)), read)
+    assert is_prompt_T.sum() == sum(len(row.prompt_token_ids) - 1 for row in of), (
+        "their last tokens draw the first ones"
+    )
+    ours = computed(policy, batch)
+    plan.forget()
+    routes_TLK[is_prompt_T] = -1
+    with mock.patch.object(plan, "routes_of", return_value=routes_TLK):
+        assert gap(computed(policy, batch), ours) == 0
+    assert gap(ours, whole) > 1e-4, "the prompts' routes matter"
+
+
 def test_layers_that_are_computed_again_route_as_they_did_first() -> None:
     kept, again = policy_of("qwen3_moe"), policy_of("qwen3_moe")
     again.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -171,7 +199,7 @@ def test_layers_that_are_computed_again_route_as_they_did_first() -> None:
         plan, others = replay_of(policy), routed(policy, 1)[1]
         routed(policy, 0)
         for claim, own in others.items():
-            plan.take(b"2" + claim, own.tobytes(), len(own))
+            plan.take(b"2" + claim, own.tobytes(), len(own), len(own))
         sums = [policy(micro_batch(each)).policy_logprobs_N.mean() for each in (first, renamed)]
         (sums[0] - 2 * sums[1]).backward()
         passes.append((torch.stack(sums).detach(), gradients(policy)))
@@ -181,13 +209,13 @@ def test_layers_that_are_computed_again_route_as_they_did_first() -> None:
 def test_routes_that_cannot_be_the_models_are_refused() -> None:
     plan = replay_of(policy_of("mixtral"))  # 3 layers, 2 of 4 experts a token
     right = np.tile(np.array([[0, 1], [1, 2], [3, 0]], np.uint8), (8, 1, 1))
-    plan.take(b"right", right.tobytes(), 8)
+    plan.take(b"right", right.tobytes(), 8, 8)
     for wrong in (right[:-1], right[:0]):
         with pytest.raises(ValueError, match=f"expected 48 bytes of routes, found {wrong.nbytes}"):
-            plan.take(b"wrong", wrong.tobytes(), 8)
+            plan.take(b"wrong", wrong.tobytes(), 8, 8)
     for beyond in (np.where(right == 3, 4, right), right * 0):
         with pytest.raises(ValueError, match="expected different experts of 4 in each layer, found others"):
-            plan.take(b"wrong", beyond.astype(np.uint8).tobytes(), 8)
+            plan.take(b"wrong", beyond.astype(np.uint8).tobytes(), 8, 8)
 
 
 @pytest.mark.parametrize("of", [tiny.model, lambda: family("granitemoeshared")])
@@ -202,7 +230,11 @@ def test_models_whose_routers_are_not_known_are_refused(of: Any) -> None:
         ({"policy": {"lora": {"rank": 4}}}, "policy.lora"),
         ({"algorithm": {"preset": "ppo"}}, "a critic"),
         ({"algorithm": {"preset": "dpo"}}, "algorithm.loss = 'dpo'"),
-        ({"rollout": {"engine": "vllm"}}, "rollout.engine = 'vllm' instead of 'transformers'"),
+        ({"rollout": {"engine": "scripted"}}, "rollout.engine = 'scripted'"),
+        (
+            {"rollout": {"engine": "vllm", "vllm": {"quantization": "fp8"}}},
+            "rollout.vllm.quantization = 'fp8'",
+        ),
         ({"trainer": {"zero_stage": 3}}, "trainer.zero_stage = 3"),
         ({"trainer": {"ranks": 2, "sequence_parallel": 2}}, "trainer.sequence_parallel = 2"),
     ],

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.shared.errors import SettingsError
-from penstock.shared.model.routes import id_type
+from penstock.shared.model.routes import id_type, mixtures_of
 
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
 
@@ -21,11 +21,7 @@ class RouteRecorder:
 
     def __init__(self, model: Any) -> None:
         config = model.config.get_text_config()
-        mixtures = {
-            int(_LAYER.findall(name)[-1]): module
-            for name, module in model.named_modules()
-            if hasattr(module, "_is_expert_parallel")
-        }
+        mixtures = {int(_LAYER.findall(name)[-1]): module for name, module in mixtures_of(model).items()}
         if not mixtures:
             raise SettingsError(
                 f"expected a mixture of experts with trainer.router_replay, found {config.model_type!r}: set it to false"

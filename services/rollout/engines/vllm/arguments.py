@@ -34,9 +34,12 @@ NOT_SERVED = {
     "speculative_config": "behavior logprobs are those of one token a step",
     "tokenizer": "token ids go in and out: change policy.tokenizer",
     "load_format": "the first version of the weights is pulled",
-    "enable_return_routed_experts": "no other process reads them",
-    "aux_output_config": "no other process reads them",
+    "enable_return_routed_experts": "workers record them: change trainer.router_replay",
+    "aux_output_config": "workers record them: change trainer.router_replay",
 }
+_EXTENSION = "penstock.services.rollout.engines.vllm.worker.WorkerExtension"
+ROUTING = "penstock.services.rollout.engines.vllm.routing.extension.RoutingExtension"
+"""The ``worker_extension_cls`` of workers that record experts."""
 
 
 _LARGEST_GRAPH = 2048
@@ -92,7 +95,7 @@ def gather(
         "enforce_eager": enforce_eager,
         "enable_prefix_caching": enable_prefix_caching,
         "logprobs_mode": "processed_logprobs",
-        "worker_extension_cls": "penstock.services.rollout.engines.vllm.worker.WorkerExtension",
+        "worker_extension_cls": _EXTENSION,
         "disable_log_stats": False,
     }
     check_arguments(others, own_arguments.keys() - _OVERRIDABLE)

@@ -60,10 +60,10 @@ async def open_engine(opening: Opening) -> tuple[Engine, Codec]:
 def vllm_settings(settings: Settings, replica: str, hosts: Hosts | None) -> dict[str, Any]:
     """Return the vLLM settings of the hosts of ``replica``; may raise SettingsError."""
     from penstock.services.rollout.engines.transformers.smoke_test import seed_of
-    from penstock.services.rollout.engines.vllm.arguments import gather
+    from penstock.services.rollout.engines.vllm.arguments import ROUTING, gather
 
     vllm, shares = settings.rollout.vllm, bool(settings.shared_devices)
-    return gather(
+    arguments = gather(
         settings.policy.model,
         dtype=settings.policy.dtype,
         seed=seed_of(settings.run.seed, replica),
@@ -75,6 +75,7 @@ def vllm_settings(settings: Settings, replica: str, hosts: Hosts | None) -> dict
         arguments=vllm_arguments(settings, shares=shares),
         hosts=hosts,
     )
+    return {**arguments, "worker_extension_cls": ROUTING} if settings.trainer.router_replay else arguments
 
 
 def vllm_arguments(settings: Settings, *, shares: bool = False) -> dict[str, Any]:

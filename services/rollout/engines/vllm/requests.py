@@ -189,4 +189,5 @@ def _sample(
         finish_reason=_FINISH[finish],
         support_sizes=sizes.copy(),
         support_ids=ids[: int(sizes.clip(min=0).sum())].copy() if sampling.top_k else ids,
+        routes=None if row.routes is None or len(row.routes) < length else row.routes[:length],
     )

@@ -11,7 +11,8 @@ Rows survive preemption. Positions are scheduler counts (exact without speculati
 overwrite discarded ones. Partially read prompts write to a spill cell. Logprobs are float32, after temperature.
 
 Of requests with truncated sampling, the ids that remain possible at each position are copied to the host in every step,
-for which the host waits.
+for which the host waits. With ``routes``, the experts of the token that was read are kept as the logprobs are
+(:mod:`penstock.services.rollout.engines.vllm.routing`).
 
 Legend: n requests of a step, V vocabulary.
 """
@@ -23,6 +24,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+
+from penstock.services.rollout.engines.vllm.routing.route_record import RouteRecord
 
 Versions = list[tuple[int, int]]
 Supports = dict[int, npt.NDArray[np.int32]]
@@ -43,6 +46,8 @@ class Finished:
     ready: Callable[[], None]
     supports: tuple[Supports, ...] = ()
     """Per request; empty without truncation."""
+    routes: tuple[torch.Tensor, ...] = ()
+    """Per request, as many as logprobs or none; read them after ``ready``."""
 
     def rows(self) -> Iterable[tuple[str, bytes, Versions, Supports]]:
         """Wait for the logprobs; yield (request, float32 bytes, versions, supports)."""
@@ -70,9 +75,12 @@ class _Step:
 class TokenRecord:
     """Records of one worker, for the thread that steps the model only."""
 
-    def __init__(self, device: torch.device, logprobs: bool = True) -> None:
+    def __init__(self, device: torch.device, logprobs: bool = True, routes: RouteRecord | None = None) -> None:
         self._device = device
         self._keeps_logprobs = logprobs
+        self._routes = routes
+        self._read_n: npt.NDArray[np.int64] | None = None
+        """Places of the tokens that were read last, in the step; None: one each."""
         self._rows: dict[str, int] = {}
         self._versions: dict[str, Versions] = {}
         self._free: list[int] = []
@@ -134,12 +142,16 @@ class TokenRecord:
         self._drawn[row_n[draws_n]] = position_n[draws_n] + 1
         if self._keeps_logprobs:
             kept_n = draws_n & (position_n < self._tokens)
-            index_n = torch.from_numpy(np.where(kept_n, row_n * self._tokens + position_n, len(self._logprobs) - 1))
+            slot_n = np.where(kept_n, row_n * self._tokens + position_n, len(self._logprobs) - 1)
+            repeats = self._tokens - 1 - int(position_n.max(initial=0))
+            if self._routes is not None:
+                repeats = min(repeats, self._routes.reserve(slot_n[kept_n], self._tokens))
+                self._read_n = None if (scheduled_n == 1).all() else np.cumsum(scheduled_n, dtype=np.int64) - 1
+            index_n = torch.from_numpy(slot_n)
             if self._device.type == "cuda":
                 index_n = index_n.pin_memory().to(self._device, non_blocking=True)
             self._index_n = index_n
             if len(requests) and bool(kept_n.all()) and not self._supports:
-                repeats = self._tokens - 1 - int(position_n.max())
                 self._last = _Step(list(requests), row_n, read_n, index_n, repeats)
             if self._supports:
                 self._truncated = [
@@ -163,6 +175,7 @@ class TokenRecord:
         last.repeats -= 1
         last.read_n += 1
         self._drawn[last.row_n] += 1
+        self._read_n = None
         self._index_n = last.index_n.add_(1)
         return True
 
@@ -171,7 +184,7 @@ class TokenRecord:
         """Record logprobs of tokens drawn from ``logits_nV``, if a :meth:`step` was announced."""
         index_n, self._index_n = self._index_n, None
         if index_n is not None:
-            self._logprobs.scatter_(0, index_n, token_logprobs(logits_nV, token_n.view(-1)))
+            self._store(index_n, token_logprobs(logits_nV, token_n.view(-1)))
             self._store_supports(logits_nV)
 
     @torch.inference_mode()
@@ -179,7 +192,12 @@ class TokenRecord:
         """Record logprobs, if a :meth:`step` was announced, of requests without truncated sampling."""
         index_n, self._index_n = self._index_n, None
         if index_n is not None:
-            self._logprobs.scatter_(0, index_n, logprob_n)
+            self._store(index_n, logprob_n)
+
+    def _store(self, index_n: torch.Tensor, logprob_n: torch.Tensor) -> None:
+        self._logprobs.scatter_(0, index_n, logprob_n)
+        if self._routes is not None:
+            self._routes.store(index_n, self._read_n)
 
     def _store_supports(self, logits_nV: torch.Tensor) -> None:
         announced, self._truncated = self._truncated, []
@@ -213,11 +231,15 @@ class TokenRecord:
             begin = row * self._tokens
             host[start : start + length].copy_(self._logprobs[begin : begin + length], non_blocking=True)
             start += length
+        routes: tuple[torch.Tensor, ...] = ()
+        if self._routes is not None:
+            of_rows = zip(rows.values(), lengths, strict=True)
+            routes = tuple(self._routes.release(row * self._tokens, length, self._tokens) for row, length in of_rows)
         self._free.extend(rows.values())
         versions = tuple(list(dict(self._versions.pop(request)).items()) for request in rows)
         supports = tuple(self._supports.pop(request, {}) for request in rows)
         ready = _copied(self._device) if on_gpu else _nothing
-        return Finished(tuple(rows), lengths, versions, host, ready, supports)
+        return Finished(tuple(rows), lengths, versions, host, ready, supports, routes)
 
     @torch.inference_mode()
     def _grow(self, rows: int, tokens: int) -> None:
@@ -226,6 +248,8 @@ class TokenRecord:
         if self._capacity:
             old = self._logprobs[:-1].view(self._capacity, self._tokens)
             grown[:-1].view(rows, tokens)[: self._capacity, : self._tokens].copy_(old)
+        if self._routes is not None:
+            self._routes.grow(rows, tokens, (self._capacity, self._tokens))
         self._prompt, self._known, self._drawn = (
             np.concatenate([array, np.zeros(rows - self._capacity, dtype=np.int64)])
             for array in (self._prompt, self._known, self._drawn)

@@ -34,6 +34,8 @@ from penstock.services.rollout.engines.vllm.decoding.several_steps import quick_
 from penstock.services.rollout.engines.vllm.ladder import Ladder, storages, tensors
 from penstock.services.rollout.engines.vllm.multihost.hosts import secret_of
 from penstock.services.rollout.engines.vllm.multihost.stores import bind_stores
+from penstock.services.rollout.engines.vllm.routing.capture import route_record
+from penstock.services.rollout.engines.vllm.routing.route_record import RouteRecord
 from penstock.services.rollout.engines.vllm.runner_hooks import RunnerTap, can_listen, draw_alike, warm_up_own_routers
 from penstock.services.rollout.engines.vllm.swap.share_plan import agree
 from penstock.services.rollout.engines.vllm.swap.weight_swap import WeightSwapper
@@ -115,8 +117,10 @@ class PolicyWorker:
         self.record: TokenRecord | None = None
         if not self.refusal:
             draw_alike(worker.model_runner)
-        if self._rank == 0:  # tensor-parallel ranks draw the same tokens
-            self.record = TokenRecord(self._device, logprobs=not self.refusal)
+        self._routes: RouteRecord | None = None
+        if self._rank == 0:  # tensor-parallel ranks draw the same tokens, and route them alike
+            self._routes = route_record(worker, self.refusal)
+            self.record = TokenRecord(self._device, not self.refusal, self._routes)
             quick = quick_sampler(worker)
             self.tap = RunnerTap(worker.model_runner, self.record, self._deliver, not self.refusal, quick)
         take_several_steps(worker)
@@ -297,8 +301,9 @@ class PolicyWorker:
                     "versions": versions,
                     "sizes": np.array([len(supports[place]) for place in sorted(supports)], dtype=np.int32).tobytes(),
                     "ids": b"".join(supports[place].tobytes() for place in sorted(supports)),
+                    "routes": self._routes.frame(finished.routes[number]) if self._routes else None,
                 }
-                for request, logprobs, versions, supports in finished.rows()
+                for number, (request, logprobs, versions, supports) in enumerate(finished.rows())
             ]
 
         self._reporter.send(rows)

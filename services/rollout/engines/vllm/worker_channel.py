@@ -29,7 +29,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import numpy as np
 
@@ -37,6 +37,7 @@ from penstock.services.rollout.engines import fork_server
 from penstock.shared.bus.messages import Float32Array, Int32Array, no_ids
 from penstock.shared.errors import PeerError
 from penstock.shared.files import temporary
+from penstock.shared.model.routes import RouteArray
 from penstock.shared.peers import frames
 from penstock.shared.peers.frames import Frame
 from penstock.shared.peers.handshake import Newcomers
@@ -55,14 +56,15 @@ _CHILD = re.compile(r"(?:(\d+)_)?(g\d+)(?:-.*)?")
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class TokenRow:
-    """One sample's logprobs (float32, T or more), (first token, version) pairs, and with truncation the number of
-    possible tokens at each position and their ids.
+    """One sample's logprobs (float32, T or more), (first token, version) pairs, with truncation the number of possible
+    tokens at each position and their ids, and with ``trainer.router_replay`` the experts of the token read at each.
     """
 
     logprobs: Float32Array
     versions: tuple[tuple[int, int], ...]
     support_sizes: Int32Array = dataclasses.field(default_factory=no_ids)
     support_ids: Int32Array = dataclasses.field(default_factory=no_ids)
+    routes: RouteArray | None = None
 
 
 class Reporter:
@@ -285,8 +287,17 @@ class Reports:
         logprobs = np.frombuffer(message["logprobs"], dtype=np.float32)
         versions = tuple((int(first), int(version)) for first, version in message["versions"])
         sizes, ids = (np.frombuffer(message.get(name, b""), dtype=np.int32) for name in ("sizes", "ids"))
-        self._rows[match[2]][int(match[1] or 0)] = TokenRow(logprobs, versions, sizes, ids)
+        row = TokenRow(logprobs, versions, sizes, ids, _routes(message.get("routes")))
+        self._rows[match[2]][int(match[1] or 0)] = row
         return True
+
+
+def _routes(message: Frame | None) -> RouteArray | None:
+    if message is None:
+        return None
+    kind: np.dtype[Any] = np.dtype(message["kind"])
+    routes: RouteArray = np.frombuffer(message["ids"], dtype=kind).reshape(message["shape"])
+    return routes
 
 
 def held_of(message: Frame) -> Held:

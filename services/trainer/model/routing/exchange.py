@@ -27,24 +27,23 @@ class RouteExchange:
     def exchange(self, batches: Sequence[MicroBatch]) -> tuple[dict[str, float], str]:
         """Take the routes of this rank's passes; return the step's figures and a digest of what has routes. Collective."""
         self._replay.forget()
-        lengths = {(each.claim, len(each.columns_P)) for batch in batches for each in batch.routed}
+        lengths = {(each.claim, (len(each.columns_P), each.drawn)) for batch in batches for each in batch.routed}
         known_once = Counter(claim for claim, _ in lengths)  # a claim of samples of several lengths is none's
-        positions = {claim: length for claim, length in lengths if known_once[claim] == 1}
-        taken = []
-        for claim, payload in self._scattered(sorted(positions)).items():
+        tokens = {claim: length for claim, length in lengths if known_once[claim] == 1}
+        taken = set()
+        for claim, payload in self._scattered(sorted(tokens)).items():
             try:
-                self._replay.take(claim, payload, positions[claim])
-                taken.append(claim)
+                self._replay.take(claim, payload, *tokens[claim])
+                taken.add(claim)
             except ValueError as error:
                 log.warning("sample routed live", extra={"reason": str(error)})
-        replayed = sum(_columns(batch, taken) for batch in batches)
-        samples = sum(len(batch.places_S) for batch in batches)
-        sums = torch.tensor(
-            [replayed, sum(batch.tokens for batch in batches), samples - len(taken)], dtype=torch.float64
-        )
+        replayed = sum(self._columns(batch) for batch in batches)
+        # equal completions of a group have one claim
+        live = sum(len(batch.places_S) - sum(each.claim in taken for each in batch.routed) for batch in batches)
+        sums = torch.tensor([replayed, sum(batch.tokens for batch in batches), live], dtype=torch.float64)
         dist.all_reduce(sums, group=host_group())
         of_ranks: list[list[bytes]] = [[]] * dist.get_world_size()
-        dist.all_gather_object(of_ranks, taken, group=host_group())
+        dist.all_gather_object(of_ranks, sorted(taken), group=host_group())
         known = sorted(claim for claims in of_ranks for claim in claims)
         figures = {"replayed_fraction": float(sums[0] / sums[1]), "routed_live": float(sums[2])}
         return figures, hashlib.sha256(b"\n".join(known)).hexdigest() if known else ""
@@ -61,8 +60,7 @@ class RouteExchange:
         dist.scatter_object_list(payloads, parts if dist.get_rank() == 0 else None, src=0, group=host_group())
         return payloads[0]
 
-
-def _columns(batch: MicroBatch, taken: Sequence[bytes]) -> int:
-    """Return how many of a pass's tokens have routes."""
-    known = [each.columns_P[each.columns_P >= 0] for each in batch.routed if each.claim in set(taken)]
-    return len(np.unique(np.concatenate(known))) if known else 0
+    def _columns(self, batch: MicroBatch) -> int:
+        """Return how many of a pass's tokens have routes."""
+        known = [columns[columns >= 0] for columns in map(self._replay.columns_of, batch.routed)]
+        return len(np.unique(np.concatenate(known))) if known else 0

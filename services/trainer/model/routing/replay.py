@@ -24,7 +24,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from penstock.services.trainer.batch.packing import MicroBatch
+from penstock.services.trainer.batch.packing import MicroBatch, RoutedSample
+from penstock.services.trainer.batch.segments import Int64Array
 from penstock.services.trainer.model.experts import PROVEN
 from penstock.shared.errors import SettingsError
 from penstock.shared.model import routes
@@ -46,10 +47,12 @@ class RouterReplay:
     def __deepcopy__(self, _: Any) -> "RouterReplay":
         return self
 
-    def take(self, claim: bytes, payload: bytes, positions: int) -> None:
-        """Keep the routes of a sample, of ``positions`` tokens; raises ValueError if they cannot be this model's."""
-        shape = positions, self.decoder_layers, self.top_k
-        routes_PLK = routes.unpack(payload, shape, self.experts)[:, self.layers]
+    def take(self, claim: bytes, payload: bytes, positions: int, drawn: int) -> None:
+        """Keep the routes of a sample, of ``positions`` tokens, or the last of them, from which ``drawn`` tokens were drawn;
+        raises ValueError if they cannot be this model's.
+        """
+        tokens = positions, drawn
+        routes_PLK = routes.unpack(payload, tokens, self.decoder_layers, self.top_k, self.experts)[:, self.layers]
         routes.check(routes_PLK, self.experts)
         self._known[claim] = routes_PLK
 
@@ -57,9 +60,14 @@ class RouterReplay:
         """Drop all routes."""
         self._known.clear()
 
+    def columns_of(self, sample: RoutedSample) -> Int64Array:
+        """Return the places in the row of the tokens whose routes are known, or −1."""
+        known = self._known.get(sample.claim, ())
+        return sample.columns_P[len(sample.columns_P) - len(known) :]
+
     def routes_of(self, batch: MicroBatch, device: torch.device) -> Tensor | None:
         """Return the known routes of a pass's tokens (T × L × K, int32), −1 elsewhere; None: all are live."""
-        known = [(self._known[each.claim], each.columns_P) for each in batch.routed if each.claim in self._known]
+        known = [(self._known[each.claim], self.columns_of(each)) for each in batch.routed if each.claim in self._known]
         if not known:
             return None
         routes_TLK = np.full((batch.input_ids_BT.size, len(self.layers), self.top_k), -1, np.int32)

@@ -25,11 +25,11 @@ needs_vllm = pytest.mark.skipif(
 
 @cache
 def seen() -> dict[str, dict[str, Any]]:
-    return {line["name"]: line for line in forge.scenes("tests.support.vllm_agreement", *VLLM.tested, timeout_s=500)}
+    return {line["name"]: line for line in forge.scenes("tests.support.vllm_agreement", *VLLM.tested, timeout_s=900)}
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(960)
 @needs_vllm
 @pytest.mark.parametrize("name", VLLM.tested)
 def test_vllm_gives_the_trainers_logprobs_after_each_update(name: str) -> None:
@@ -37,7 +37,7 @@ def test_vllm_gives_the_trainers_logprobs_after_each_update(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(960)
 @needs_vllm
 def test_a_tensor_that_a_loader_would_cut_is_refused_and_named() -> None:
     refusal = "vLLM takes only a part of model.layers.0.self_attn.q_proj.weight ("
@@ -47,10 +47,22 @@ def test_a_tensor_that_a_loader_would_cut_is_refused_and_named() -> None:
 
 def test_an_engine_that_is_far_from_the_trainer_or_shows_no_update_is_objected_to() -> None:
     table = model_page.Agreement(["llama"], [], {"gpt2": "head size 16"}, {}, {})
-    right = {"name": "llama", "reason": "", "before": 1e-6, "stale": 3.0, "after": [1e-6, 2e-6]}
+    right = {
+        "name": "llama",
+        "reason": "",
+        "before": 1e-6,
+        "stale": 3.0,
+        "after": [1e-6, 2e-6],
+        "routed": 0,
+        "misrouted": 0,
+    }
     assert vllm_agreement.objection(right, table) == ""
     assert "found 0.2" in vllm_agreement.objection({**right, "after": [1e-6, 0.2]}, table)
     assert "the update shows" in vllm_agreement.objection({**right, "stale": 0.0}, table)
+    assert "expected that workers record experts" in vllm_agreement.objection({**right, "name": "mixtral+swa"}, table)
+    recorded = {**right, "name": "mixtral+swa", "routed": 40}
+    assert vllm_agreement.objection(recorded, table) == ""
+    assert "others for 1 of 40 pairs" in vllm_agreement.objection({**recorded, "misrouted": 1}, table)
     assert "found no such layer" in vllm_agreement.objection({**right, "reason": "no such layer"}, table)
     assert vllm_agreement.objection({**right, "name": "gpt2", "reason": "ValueError: head size 16"}, table) == ""
     assert "found that it does" in vllm_agreement.objection({**right, "name": "gpt2"}, table)

@@ -813,7 +813,7 @@ def _runs(pid: int) -> bool:
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size"),
         ({"nnodes": 2}, "change rollout.nodes"),
         ({"speculative_config": {}}, "one token a step"),
-        ({"enable_return_routed_experts": True}, "no other process reads them"),
+        ({"enable_return_routed_experts": True}, "workers record them: change trainer.router_replay"),
     ],
 )
 async def test_arguments_that_have_a_setting_or_cannot_be_served_are_refused(

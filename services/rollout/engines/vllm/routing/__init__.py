@@ -1,0 +1,1 @@
+"""Experts of the tokens that a vLLM worker draws (``trainer.router_replay``)."""
