@@ -13,6 +13,7 @@ imported vLLM, too. Test processes of one session share both, and they end with 
 import asyncio
 import contextlib
 import functools
+import gc
 import importlib
 import json
 import os
@@ -242,6 +243,7 @@ def _fork(imported: Sequence[str], descriptor: int) -> int:
         forks.close_but(descriptor)
         with importing():
             _import(imported)
+        gc.unfreeze = lambda: None  # vLLM does at an engine's end, and collects what the forge imported: seconds
         _serve_until_the_end(descriptor)
     os.close(descriptor)
     return pid
