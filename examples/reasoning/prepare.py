@@ -58,7 +58,7 @@ def unpack(file: Path, folder: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-    gguf.GGUFReader = functools.cache(gguf.GGUFReader)  # transformers reads the file three times
+    vars(gguf)["GGUFReader"] = functools.cache(gguf.GGUFReader)  # transformers reads the file three times
     tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     unpacked = AutoModelForCausalLM.from_pretrained(
         file.parent, gguf_file=file.name, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
