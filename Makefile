@@ -18,7 +18,7 @@ VENV_PYTHON := .venv/bin/python
 # A file's tests stay in one process, in their order; files are taken in that of tests/conftest.py, the longest first.
 PYTEST := $(VENV_PYTHON) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help demo demo-agent demo-reasoning up test faults fuzz mutants portability portability-processes storm quick check lint style format types imports openapi dashboards models images clean install install-dev
+.PHONY: help demo demo-agent demo-reasoning up test faults fuzz mutants portability portability-processes storm quick check beside computing lint style format types imports openapi dashboards models images clean install install-dev
 
 help:
 	@echo "make demo    train the arithmetic example on this machine, from nothing"
@@ -107,11 +107,18 @@ mutants: install-dev
 quick: install-dev
 	$(PYTEST) -m "not slow" $(ARGS)
 
-# The quickest first; the faults have the machine to themselves.
+# The faults mostly wait: beside them run the types and tests that only compute, at the lowest priority, which takes them no time.
+COMPUTING := tests/trainer/model/test_models.py tests/trainer/model/test_trees.py
 check: install-dev
 	@$(MAKE) --no-print-directory style
-	@$(MAKE) --no-print-directory -j 3 types imports test
-	@$(MAKE) --no-print-directory faults
+	@$(MAKE) --no-print-directory -j 2 imports test ARGS="$(addprefix --ignore=,$(COMPUTING)) $(ARGS)"
+	@$(MAKE) --no-print-directory -j 3 faults beside
+
+beside:
+	@nice -n 19 $(MAKE) --no-print-directory types computing
+
+computing: install-dev
+	$(VENV_PYTHON) -m pytest $(COMPUTING) $(ARGS)
 
 lint: style
 	$(VENV_PYTHON) -m pytest -q -n 0 tests/test_docs.py

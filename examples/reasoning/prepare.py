@@ -8,6 +8,7 @@ file is used: the package's own code, which needs a compiler, is not installed.
 """
 
 import argparse
+import functools
 import importlib.util
 import subprocess
 import sys
@@ -53,17 +54,20 @@ def download(folder: Path) -> Path:
 
 def unpack(file: Path, folder: Path) -> None:
     """Write the policy in float32, and its tokenizer with the chat template."""
+    import gguf
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
+    vars(gguf)["GGUFReader"] = functools.cache(gguf.GGUFReader)  # transformers reads the file three times
     tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     unpacked = AutoModelForCausalLM.from_pretrained(
         file.parent, gguf_file=file.name, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
     )
     vars(unpacked.config).pop("quantization_config", None)
     # transformers does not save a model that was loaded from GGUF
-    model = AutoModelForCausalLM.from_config(unpacked.config, dtype=torch.float32)
-    model.load_state_dict(unpacked.state_dict())
+    with torch.device("meta"):  # random weights are not drawn
+        model = AutoModelForCausalLM.from_config(unpacked.config, dtype=torch.float32)
+    model.load_state_dict(unpacked.state_dict(), assign=True)
     unfinished = folder.with_name(folder.name + ".unfinished")
     tokenizer.save_pretrained(unfinished)
     model.save_pretrained(unfinished)

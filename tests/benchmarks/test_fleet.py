@@ -3,8 +3,12 @@
 import argparse
 import asyncio
 
+import pytest
+
 from benchmarks.bus import fleet
 from tests.conftest import PATIENCE_S
+
+pytestmark = pytest.mark.timeout(600)  # among the first: it waits for a minute
 
 
 def test_what_killed_replicas_held_is_decoded_once_more_by_others_and_each_group_is_trained_once() -> None:

@@ -18,6 +18,7 @@ from tests.episodes.test_service import players, settings
 from tests.support.chat_tokenizers import characters
 from tests.support.environments import python_with, served
 
+pytestmark = pytest.mark.timeout(600)  # among the first: it may install a Python
 SERVER = Path(__file__).parents[1] / "support" / "openenv_server.py"
 
 

@@ -1,5 +1,7 @@
 """What is refused beside ``[episodes]``, and when: before a process starts."""
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -62,3 +64,22 @@ def test_a_tool_of_the_executors_needs_one_with_its_profile() -> None:
     made = Settings.model_validate({"episodes": {"executor": "numpy"}})
     assert (made.episodes.name, made.needs_executor, made.executor_profiles) == ("python", True, ("numpy",))
     assert not Settings.model_validate({"episodes": {"tools": ["my:add"]}}).needs_executor
+
+
+_READING = """
+import logging, sys
+from penstock.services.episodes.drivers.child import Code
+from examples.calculator.calculator import Calculator
+named = dict.fromkeys(("environment", "openenv", "mcp", "agent", "verifiers"))
+code = Code({**named, "environment": "examples.calculator.calculator:Calculator", "tools": []})
+schemas = code.schemas()
+assert "torch" not in sys.modules
+from transformers import utils
+assert schemas == [utils.get_json_schema(Calculator().calculator)]
+assert "torch" in sys.modules
+assert len(logging.getLogger("transformers").handlers) == 1
+"""
+
+
+def test_signatures_are_read_without_torch_and_what_is_imported_later_of_transformers_is_whole() -> None:
+    subprocess.run([sys.executable, "-c", _READING], check=True)

@@ -18,6 +18,7 @@ from penstock.shared.errors import TemporaryError
 from tests.episodes.test_service import buried, players
 from tests.support.environments import python_with, served
 
+pytestmark = pytest.mark.timeout(600)  # among the first: it may install a Python
 SERVER = Path(__file__).parents[1] / "support" / "verifiers_server.py"
 
 

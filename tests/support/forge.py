@@ -5,14 +5,15 @@
     test ── module, arguments, environment; output and a pipe, by descriptor ──▶ forge ──fork──▶ the service
       ◀────────── its pid; through the pipe: how it ended, or that the forge is gone ──┘
 
-Forked services are ordinary processes (``tests/support/forked.py``). The forge is single-threaded and imports
-libraries only, so that metrics of services stay their own. Runs with vLLM have a forge of their own, a fork of the first
-one that has imported vLLM, too. Test processes of one session share both, and they end with the last of these.
+Forked services are ordinary processes (``tests/support/forked.py``). The forge is single-threaded; it imports services,
+too, whose metrics each fork gets alone. Runs with vLLM have a forge of their own, a fork of the first one that has
+imported vLLM, too. Test processes of one session share both, and they end with the last of these.
 """
 
 import asyncio
 import contextlib
 import functools
+import gc
 import importlib
 import json
 import os
@@ -35,10 +36,15 @@ ROOT = Path(__file__).parents[2]
 FEW_PROBLEMS = ROOT / "tests" / "support" / "few_problems.jsonl"
 """Held-out problems of the example, for runs whose accuracy no test reads: a run evaluates all at its start and end."""
 IMPORTED = (
-    "deepspeed", "fastapi", "httpx", "peft", "safetensors.torch", "penstock.shared.process.service", "torch.distributed",
-    "transformers.models.auto.modeling_auto", "transformers.models.auto.tokenization_auto",
-    "transformers.models.qwen2.modeling_qwen2", "typer", "uvicorn",
+    "anyio._backends._asyncio", "deepspeed", "fastapi", "httpcore", "httpx", "peft", "pydantic.v1", "safetensors.torch",
+    "torch.distributed", "transformers.models.auto.modeling_auto", "transformers.models.auto.tokenization_auto",
+    "transformers.models.qwen2.modeling_qwen2", "typer", "uvicorn", "uvloop",
 )  # fmt: skip
+SERVICES = (
+    "cli.commands", "coordinator.service", "episodes.service", "reward.service", "rollout.engines.transformers.engine",
+    "rollout.service", "trainer.rank0.artifacts", "trainer.service", "trainer.training", "up.leftovers", "up.run",
+)  # fmt: skip
+"""A fifth of a short run's processor time is the import of these."""
 VLLM = ("vllm.v1.engine.async_llm", "vllm.v1.engine.core", "vllm.v1.worker.cpu_worker")
 UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 """A distributed_executor_backend: the model in its engine's process, as on a GPU. vLLM ignores "uni" on a CPU."""
@@ -237,6 +243,7 @@ def _fork(imported: Sequence[str], descriptor: int) -> int:
         forks.close_but(descriptor)
         with importing():
             _import(imported)
+        gc.unfreeze = lambda: None  # vLLM does at an engine's end, and collects what the forge imported: seconds
         _serve_until_the_end(descriptor)
     os.close(descriptor)
     return pid
@@ -260,4 +267,6 @@ if __name__ == "__main__":
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed reads it on import
     with importing(), uncompiled():  # peft and DeepSpeed, as a trainer imports them
         _import(IMPORTED)
+        with forks.setting_metrics_aside():
+            _import([f"penstock.services.{name}" for name in SERVICES])
     _serve_until_the_end(int(sys.argv[1]))

@@ -16,10 +16,13 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing import resource_tracker, util
 from pathlib import Path
 from typing import IO, Any, NoReturn
+
+from prometheus_client import REGISTRY
+from prometheus_client.registry import Collector
 
 from penstock.shared.process.parent import die_with
 
@@ -28,6 +31,38 @@ _RANKS = tuple(f"tests.support.{name}" for name in ("expert_ranks", "sharing_ran
 _spawn = util.spawnv_passfds
 _kept: frozenset[int] = frozenset({0, 1, 2})
 """Descriptors that forks keep: standard ones and those opened by libraries on import."""
+_metrics: list[tuple[str, Collector]] = []
+"""Of services that were imported before forks, with the module of each."""
+
+
+@contextlib.contextmanager
+def setting_metrics_aside() -> Iterator[None]:
+    """Register no metric of a service that is imported in the body; its forks do."""
+    register = REGISTRY.register
+
+    def set_aside(collector: Collector) -> None:
+        frame = sys._getframe(1)
+        while frame.f_back is not None and not frame.f_globals["__name__"].startswith("penstock."):
+            frame = frame.f_back
+        module = frame.f_globals["__name__"]
+        if module.startswith("penstock.services."):
+            _metrics.append((module, collector))
+        else:
+            register(collector)
+
+    REGISTRY.register = set_aside  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        REGISTRY.register = register  # type: ignore[method-assign]
+
+
+def _register_metrics(service: str) -> None:
+    """Register the metrics of a service alone; of a program of the tests, which may import any, those of all."""
+    own = f"{service}." if service.startswith("penstock.services.") else ""
+    for module, collector in [each for each in _metrics if each[0].startswith(own)]:
+        REGISTRY.register(collector)
+        _metrics.remove((module, collector))  # its own forks have it
 
 
 def keep_open(but: set[int]) -> None:
@@ -75,6 +110,7 @@ def _become(parent: int, command: Sequence[str], environment: Mapping[str, str],
         sys.path[1:1] = [path for path in paths if path and path not in sys.path]
         if (let_fork := _LET_FORK.get(command[0])) is not None:
             let_fork()
+        _register_metrics(command[0])
         runpy.run_module(command[0], run_name="__main__", alter_sys=True)
         code = 0
     except SystemExit as end:

@@ -22,11 +22,12 @@ import queue
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.shared.errors import TemporaryError
+from penstock.shared.model.rendering.chat_template import template_library
 from penstock.shared.process.parent import close_standard_streams, confine
 
 if TYPE_CHECKING:
@@ -78,12 +79,10 @@ class Code:
             ValueError: one has no types, or says nothing of its arguments, or two have one name.
             ConnectionError, TemporaryError: a server does not work.
         """
-        from transformers.utils import get_json_schema
-
         environment = None if self.environment is None else self.environment()
         try:
             own = self.functions if self.is_elsewhere else self.tools(environment)
-            schemas = [get_json_schema(tool) for tool in own.values()]
+            schemas = _described(own.values())
         except Exception as error:
             raise ValueError(f"a tool needs typed arguments and a docstring with `Args:`: {error}") from error
         if self.is_elsewhere:
@@ -98,6 +97,15 @@ class Code:
         if twice := {name for name in names if names.count(name) > 1}:
             raise ValueError(f"expected tools of different names, found two that are called {min(twice)}")
         return schemas
+
+
+def _described(tools: Collection[Callable[..., Any]]) -> list[Any]:
+    """Return what transformers reads from signatures and docstrings; it would import torch for an annotation of torch's."""
+    if not tools:
+        return []
+    library = template_library()
+    library.is_torch_available = lambda: "torch" in sys.modules
+    return [library.get_json_schema(tool) for tool in tools]
 
 
 def _servers(named: Mapping[str, Any]) -> "Servers | None":

@@ -18,6 +18,7 @@ import fcntl
 import functools
 import importlib.util
 import json
+import logging
 import os
 import resource
 import select
@@ -204,15 +205,33 @@ def _started() -> "subprocess.Popen[bytes]":
     return process
 
 
-def _answer(question: dict[str, Any]) -> dict[str, Any]:
-    from transformers.utils.chat_template_utils import render_jinja_template
+@functools.cache
+def template_library() -> Any:
+    """Return ``transformers.utils.chat_template_utils``, imported without all that models need, half a second of its import.
 
+    What else a process imports of transformers, before or after this, is as usual.
+    """
+    names = ("transformers", "transformers.utils")
+    alone = names[0] not in sys.modules
+    for name in names if alone else ():
+        spec = importlib.util.find_spec(name)
+        assert spec is not None
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+    library = importlib.import_module("transformers.utils.chat_template_utils")
+    if alone:
+        for name in [name for name in sys.modules if name.partition(".")[0] == names[0]]:
+            del sys.modules[name]
+        logging.getLogger(names[0]).handlers.clear()  # its next import adds one
+    return library
+
+
+def _answer(question: dict[str, Any]) -> dict[str, Any]:
     clock = {}
     if question["at_s"] is not None:
         clock["strftime_now"] = datetime.fromtimestamp(question["at_s"], UTC).strftime
     try:
         texts = [
-            render_jinja_template(
+            template_library().render_jinja_template(
                 conversations=[_seen(question["turns"], turns, last)],
                 chat_template=question["template"],
                 add_generation_prompt=answers,
@@ -229,12 +248,7 @@ def _answer(question: dict[str, Any]) -> dict[str, Any]:
 
 
 def _serve() -> None:
-    for name in ("transformers", "transformers.utils"):  # without their own imports, of everything models need
-        spec = importlib.util.find_spec(name)
-        assert spec is not None
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-    import transformers.utils.chat_template_utils  # noqa: F401 (before its time is counted)
-
+    template_library()  # before its time is counted
     pages = int(Path("/proc/self/statm").read_text().split()[0]) if sys.platform == "linux" else 0
     if pages:
         most = pages * resource.getpagesize() + _MEMORY_BYTES

@@ -9,6 +9,8 @@ import os
 import time
 from pathlib import Path
 
+import pytest
+
 from penstock.services.coordinator.api.auth import Access
 from penstock.shared.bus.bus import Bus
 from penstock.shared.bus.stores.policy.ledger import Ledger
@@ -16,6 +18,8 @@ from tests.coordinator.api.test_page import served
 from tests.coordinator.records.test_recorder import commit_group
 from tests.support.browser import opened, shows
 from tests.support.coordinator_players import Trainer, make, replicas, running, settings
+
+pytestmark = pytest.mark.timeout(600)  # among the first: it waits for most of a minute
 
 SECONDS = float(os.environ.get("PENSTOCK_PAGE_SECONDS", "20"))
 
