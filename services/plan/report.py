@@ -9,7 +9,7 @@ import tomli_w
 
 from penstock.services.plan.hardware import GIB, Cluster
 from penstock.services.plan.layouts import Candidate, GpuLayout, MemoryShortage, Planner
-from penstock.services.plan.memory import Table, checkpoint_copy_bytes, peak, total
+from penstock.services.plan.memory import Table, checkpoint_copy_bytes, offloaded_bytes, peak, total
 from penstock.services.plan.rates import checkpoint_seconds
 from penstock.services.plan.workload import Workload
 from penstock.shared.errors import SettingsError
@@ -127,6 +127,7 @@ def _candidate(plan: Plan, number: int, candidate: Candidate) -> list[str]:
         f"   weights, {way}: live after {transfer_s:,.1f} s, {transfer_s / step_s:.0%} of a step",
         f"   a checkpoint's copy takes {_copy_bytes(plan, candidate) / GIB:.1f} GiB of a host's memory and {copied_s:,.1f} s, "
         f"in which training waits; written after {written_s:,.0f} s",
+        *([f"   inputs of layers take {held / GIB:.1f} GiB of a host's memory"] if (held := _held_bytes(plan, candidate)) else []),
         *(f"   {side}, {_phase(phase, table)}" for side, table in candidate.memory.items() for phase in table),
     ]
 
@@ -134,6 +135,11 @@ def _candidate(plan: Plan, number: int, candidate: Candidate) -> list[str]:
 def _copy_bytes(plan: Plan, candidate: Candidate) -> float:
     trainer = candidate.layout.trainer
     return checkpoint_copy_bytes(plan.planner.work, trainer, min(trainer.ranks, plan.planner.cluster.per_node))
+
+
+def _held_bytes(plan: Plan, candidate: Candidate) -> float:
+    trainer = candidate.layout.trainer
+    return min(trainer.ranks, plan.planner.cluster.per_node) * offloaded_bytes(plan.planner.work, trainer)
 
 
 def _reservation(plan: Plan, candidate: Candidate) -> str:
@@ -183,6 +189,7 @@ def _entry(plan: Plan, candidate: Candidate) -> dict[str, Any]:
         **dataclasses.asdict(candidate.pace),
         "memory_bytes": memory,
         "checkpoint_copy_bytes": _copy_bytes(plan, candidate),
+        "offloaded_inputs_bytes": _held_bytes(plan, candidate),
         "checkpoint_s": checkpoint_seconds(plan.planner.work, plan.planner.cluster, candidate.layout.trainer),
         "peak_bytes": {side: peak(table) for side, table in candidate.memory.items()},
         "rates": dataclasses.asdict(candidate.rates),
