@@ -344,6 +344,8 @@ def engine_memory(work: Workload, options: EngineOptions, room_bytes: float, tot
         Component("graphs and logits", options.engines * _GRAPHS + logits, "lower rollout.max_groups"),
         Component("context", options.engines * (CONTEXT + (_NCCL if options.tensor_parallel > 1 else 0.0))),
     ]
+    record = options.engines * record_bytes(-(-options.sequences // options.engines), work.lengths.most)
+    fixed.append(Component("record of logprobs", record, "lower rollout.max_groups or sampling.max_new_tokens"))
     copies = options.engines * _shadow_bytes(work, options.tensor_parallel)
     shadow = Component("shadow", copies if options.shadow and not work.lora_rank else 0.0, _SHADOW)
     free = min(options.utilization * total_bytes, room_bytes - shadow.nbytes) - total(fixed)
@@ -351,6 +353,13 @@ def engine_memory(work: Workload, options: EngineOptions, room_bytes: float, tot
     needed = per_token * options.sequences * work.longest
     cache = Component("key-value cache", max(0.0, min(free, needed)), f"lower sampling.max_new_tokens, or {parallel}")
     return EngineMemory([*fixed, shadow, cache], cache.nbytes / per_token if per_token else 0.0)
+
+
+def record_bytes(sequences: int, tokens: int) -> float:
+    """Return an engine's record of logprobs (services/rollout/engines/vllm/token_record.py) of completions of ``tokens``, with
+    that of half the size from which it grows."""
+    rows, columns = (1 << (max(least, count) - 1).bit_length() for least, count in ((64, sequences), (1024, tokens)))
+    return 1.5 * 4 * rows * columns
 
 
 def _shadow_bytes(work: Workload, tensor_parallel: int) -> float:
