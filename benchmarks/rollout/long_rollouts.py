@@ -42,7 +42,7 @@ from penstock.shared.settings import PolicySettings
 _PARTS = 16
 _GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
 """Without torch.compile, which takes a minute."""
-_CACHE_BYTES = 2 << 30
+_CACHE_BYTES, _BLOCK_TOKENS = 2 << 30, 128
 _SLOWER = 1.5
 """Of the rate, as attention reads more."""
 Figures = dict[str, Any]
@@ -93,8 +93,14 @@ async def measure(arguments: argparse.Namespace, folder: Path, shown: Figures) -
     longest = arguments.prompt + arguments.tokens
     offer = await asyncio.to_thread(random_policy, folder, shape(arguments.layers, longest), dtype)
     more: Figures = {"max_num_batched_tokens": arguments.chunk}
+    if arguments.cache:
+        more["num_gpu_blocks_override"] = -(-arguments.cache // _BLOCK_TOKENS)
+        more["block_size"] = _BLOCK_TOKENS
     if on_gpu:
-        more |= {"kv_cache_memory_bytes": _CACHE_BYTES, "compilation_config": {**_GRAPHS, "cudagraph_capture_sizes": [1, 2, arguments.samples]}}
+        more |= {
+            "kv_cache_memory_bytes": _CACHE_BYTES,
+            "compilation_config": {**_GRAPHS, "cudagraph_capture_sizes": [1, 2, arguments.samples]},
+        }
     engine = await open_vllm(
         gather(
             str(folder / "policy"), dtype=str(dtype).removeprefix("torch."), seed=0, max_num_seqs=arguments.samples,
@@ -136,6 +142,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=131_072)
     parser.add_argument("--prompt", type=int, default=5000)
     parser.add_argument("--chunk", type=int, default=2048, help="tokens of a prompt that are read in a step, at most")
+    parser.add_argument(
+        "--cache", type=int, default=0, help="tokens of the key-value cache, with few of which requests wait"
+    )
     parser.add_argument("--samples", type=int, default=4)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--utilization", type=float, default=0.06)
@@ -146,7 +155,7 @@ def main() -> None:
         "benchmark": "long_rollouts",
         "device": torch.cuda.get_device_name() if torch.cuda.device_count() else "cpu",
         "versions": {"vllm": check_version(), "torch": torch.__version__},
-        **{name: getattr(arguments, name) for name in ("tokens", "prompt", "chunk", "samples", "layers")},
+        **{name: getattr(arguments, name) for name in ("tokens", "prompt", "chunk", "cache", "samples", "layers")},
     }
     try:
         with tempfile.TemporaryDirectory() as folder:

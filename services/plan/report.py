@@ -127,7 +127,7 @@ def _candidate(plan: Plan, number: int, candidate: Candidate) -> list[str]:
         f"   weights, {way}: live after {transfer_s:,.1f} s, {transfer_s / step_s:.0%} of a step",
         f"   a checkpoint's copy takes {_copy_bytes(plan, candidate) / GIB:.1f} GiB of a host's memory and {copied_s:,.1f} s, "
         f"in which training waits; written after {written_s:,.0f} s",
-        *([f"   inputs of layers take {held / GIB:.1f} GiB of a host's memory"] if (held := _held_bytes(plan, candidate)) else []),
+        *_offloaded(plan, candidate),
         *(f"   {side}, {_phase(phase, table)}" for side, table in candidate.memory.items() for phase in table),
     ]
 
@@ -137,9 +137,15 @@ def _copy_bytes(plan: Plan, candidate: Candidate) -> float:
     return checkpoint_copy_bytes(plan.planner.work, trainer, min(trainer.ranks, plan.planner.cluster.per_node))
 
 
-def _held_bytes(plan: Plan, candidate: Candidate) -> float:
+def _offloaded(plan: Plan, candidate: Candidate) -> list[str]:
+    """Return what is said of the inputs of layers in a host's memory."""
     trainer = candidate.layout.trainer
-    return min(trainer.ranks, plan.planner.cluster.per_node) * offloaded_bytes(plan.planner.work, trainer)
+    of_rank, ranks = offloaded_bytes(plan.planner.work, trainer), min(trainer.ranks, plan.planner.cluster.per_node)
+    if not of_rank:
+        return []
+    return [
+        f"   inputs of layers take up to {ranks * of_rank / GIB:.1f} GiB of a host's memory, a rank {of_rank / GIB:.1f}"
+    ]
 
 
 def _reservation(plan: Plan, candidate: Candidate) -> str:
@@ -189,7 +195,7 @@ def _entry(plan: Plan, candidate: Candidate) -> dict[str, Any]:
         **dataclasses.asdict(candidate.pace),
         "memory_bytes": memory,
         "checkpoint_copy_bytes": _copy_bytes(plan, candidate),
-        "offloaded_inputs_bytes": _held_bytes(plan, candidate),
+        "offloaded_inputs_bytes": offloaded_bytes(plan.planner.work, candidate.layout.trainer),
         "checkpoint_s": checkpoint_seconds(plan.planner.work, plan.planner.cluster, candidate.layout.trainer),
         "peak_bytes": {side: peak(table) for side, table in candidate.memory.items()},
         "rates": dataclasses.asdict(candidate.rates),

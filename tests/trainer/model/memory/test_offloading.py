@@ -48,7 +48,9 @@ class Passes:
     def gradients(self, batch: MicroBatch, least_bytes: float, seed: int = 0) -> dict[str, Tensor]:
         torch.manual_seed(seed)
         self.policy.zero_grad()
-        (self.forward(batch, least_bytes) * torch.arange(len(batch.targets_N), device=self.inputs._device)).sum().backward()
+        (
+            self.forward(batch, least_bytes) * torch.arange(len(batch.targets_N), device=self.inputs._device)
+        ).sum().backward()
         named = self.policy.named_parameters()
         return {name: weight.grad.clone() for name, weight in named if weight.grad is not None}
 
