@@ -143,10 +143,11 @@ class HostCopies:
         for start in range(0, storage.nbytes(), _CHUNK_BYTES):
             nbytes = min(_CHUNK_BYTES, storage.nbytes() - start)
             on_gpu = storage.device.type == "cuda"
-            if not has_room(nbytes, storage.device):
+            free_bytes = _free_bytes(storage.device)
+            if free_bytes < nbytes and _pinned_and_unused(storage.device) < nbytes:
                 raise SettingsError(
                     f"{self._component} need {needed_bytes / _GIB:.1f} GiB of the host's memory, of which "
-                    f"{max(0.0, _free_bytes(storage.device)) / _GIB:.1f} GiB are left: {self._remedy}"
+                    f"{max(0.0, free_bytes) / _GIB:.1f} GiB are left: {self._remedy}"
                 )
             chunks.append(torch.empty(nbytes, dtype=torch.uint8, pin_memory=on_gpu))
         return chunks
@@ -154,15 +155,17 @@ class HostCopies:
 
 def has_room(nbytes: int, device: torch.device, ranks: int = 1) -> bool:
     """Return whether the host has memory for ``nbytes`` of ``device``'s, and as much for each of ``ranks`` at this moment."""
-    return _free_bytes(device) >= ranks * nbytes or (device.type == "cuda" and _pinned_and_unused() >= nbytes)
+    return _free_bytes(device) >= ranks * nbytes or _pinned_and_unused(device) >= nbytes
 
 
 def _free_bytes(device: torch.device) -> float:
     return memory_timeline.host_bytes()[1] - (_ASIDE_BYTES if device.type == "cuda" else 0)
 
 
-def _pinned_and_unused() -> int:
+def _pinned_and_unused(device: torch.device) -> int:
     """Return the bytes that torch keeps pinned for later allocations."""
+    if device.type != "cuda":
+        return 0
     stats = torch.cuda.host_memory_stats()
     return int(stats["allocated_bytes.current"] - stats["active_bytes.current"])
 

@@ -10,6 +10,7 @@ for stays on the GPU, so nothing fails for it. Copies are exact.
 """
 
 import dataclasses
+import functools
 import logging
 import weakref
 from collections.abc import Callable
@@ -75,13 +76,14 @@ class OffloadedInputs:
         self._newest = None
 
     def computed_again(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Checkpoint a layer's ``function`` of its inputs ``args``."""
-        with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+        """Checkpoint a layer's ``function`` of ``args``, of which the first is its input."""
+        pack = functools.partial(self._pack, args[0].data_ptr() if args and isinstance(args[0], Tensor) else 0)
+        with torch.autograd.graph.saved_tensors_hooks(pack, self._unpack):
             return checkpoint(function, *args, use_reentrant=False)
 
-    def _pack(self, tensor: Tensor) -> Tensor | _Input:
-        is_large = tensor.nbytes * self._layers > self.least_bytes and tensor.nbytes > 0
-        if not is_large or tensor.device.type != self._device.type or not tensor.is_contiguous():
+    def _pack(self, place: int, tensor: Tensor) -> Tensor | _Input:
+        is_small = tensor.nbytes * self._layers <= self.least_bytes or not tensor.nbytes
+        if is_small or tensor.data_ptr() != place or tensor.device != self._device or not tensor.is_contiguous():
             return tensor
         chunks = self._chunks(tensor.nbytes)
         if not chunks:

@@ -43,6 +43,8 @@ class Passes:
         self.inputs.least_bytes = least_bytes
         with self.recomputation.watching(batch.tokens):
             logprobs: Tensor = self.policy(batch).policy_logprobs_N
+        if least_bytes in (ALWAYS, NEVER):
+            assert (self.inputs._newest is None) == (least_bytes == NEVER)
         return logprobs
 
     def gradients(self, batch: MicroBatch, least_bytes: float, seed: int = 0) -> dict[str, Tensor]:
