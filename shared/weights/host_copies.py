@@ -143,29 +143,23 @@ class HostCopies:
         for start in range(0, storage.nbytes(), _CHUNK_BYTES):
             nbytes = min(_CHUNK_BYTES, storage.nbytes() - start)
             on_gpu = storage.device.type == "cuda"
-            free_bytes = _free_bytes(storage.device)
-            if free_bytes < nbytes and _pinned_and_unused(storage.device) < nbytes:
+            left_bytes = free_bytes(storage.device)
+            if left_bytes < nbytes and not (on_gpu and _pinned_and_unused() >= nbytes):
                 raise SettingsError(
                     f"{self._component} need {needed_bytes / _GIB:.1f} GiB of the host's memory, of which "
-                    f"{max(0.0, free_bytes) / _GIB:.1f} GiB are left: {self._remedy}"
+                    f"{max(0.0, left_bytes) / _GIB:.1f} GiB are left: {self._remedy}"
                 )
             chunks.append(torch.empty(nbytes, dtype=torch.uint8, pin_memory=on_gpu))
         return chunks
 
 
-def has_room(nbytes: int, device: torch.device, ranks: int = 1) -> bool:
-    """Return whether the host has memory for ``nbytes`` of ``device``'s, and as much for each of ``ranks`` at this moment."""
-    return _free_bytes(device) >= ranks * nbytes or _pinned_and_unused(device) >= nbytes
-
-
-def _free_bytes(device: torch.device) -> float:
+def free_bytes(device: torch.device) -> float:
+    """Return what copies of ``device``'s memory may take of the host's."""
     return memory_timeline.host_bytes()[1] - (_ASIDE_BYTES if device.type == "cuda" else 0)
 
 
-def _pinned_and_unused(device: torch.device) -> int:
+def _pinned_and_unused() -> int:
     """Return the bytes that torch keeps pinned for later allocations."""
-    if device.type != "cuda":
-        return 0
     stats = torch.cuda.host_memory_stats()
     return int(stats["allocated_bytes.current"] - stats["active_bytes.current"])
 

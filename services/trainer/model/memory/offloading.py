@@ -65,6 +65,8 @@ class OffloadedInputs:
         self._moving: list[_Input] = []
         """Those whose tensor waits for a copy, oldest first."""
         self._newest: weakref.ref[_Input] | None = None
+        self._spare: list[Tensor] = []
+        """Chunks of pinned memory without an input."""
         self._is_short = False
 
     def begin(self) -> None:
@@ -88,9 +90,8 @@ class OffloadedInputs:
         chunks = self._chunks(tensor.nbytes)
         if not chunks:
             return tensor
-        held = _Input(
-            tensor.shape, tensor.dtype, chunks, Point(self._device), self._newest, tensor, tensor._version
-        )  # fmt: skip
+        held = _Input(tensor.shape, tensor.dtype, chunks, Point(self._device), self._newest, tensor, tensor._version)
+        weakref.finalize(held, self._spare.extend, chunks).atexit = False
         self._copy(held, tensor, to_host=True)
         self._newest = weakref.ref(held)
         while len(self._moving) > _AHEAD:
@@ -138,19 +139,27 @@ class OffloadedInputs:
             raise RuntimeError("expected a layer to leave its input alone, found one that was changed in place")
 
     def _chunks(self, nbytes: int) -> list[Tensor]:
-        """Return pinned memory; empty where the host is short of it, for all ranks at once."""
+        """Return chunks for ``nbytes``; empty where the host is short of memory. They come back with the last reference to
+        the input; copies of others are behind its own, on the same stream."""
         count = -(-nbytes // _CHUNK_BYTES)
+        if not self._add(count - len(self._spare)):
+            return []
+        return [self._spare.pop() for _ in range(count)]
+
+    def _add(self, count: int) -> bool:
+        """Add spare chunks of pinned memory, if the host has as much for each rank."""
+        pinned, reason = self._device.type == "cuda", ""
         try:
-            if host_copies.has_room(count * _CHUNK_BYTES, self._device, dist.get_world_size()):
-                pinned = self._device.type == "cuda"
-                return [torch.empty(_CHUNK_BYTES, dtype=torch.uint8, pin_memory=pinned) for _ in range(count)]
-            reason = "the host has too little free memory"
+            if 0 < count * _CHUNK_BYTES * dist.get_world_size() > host_copies.free_bytes(self._device):
+                reason = "the host has too little free memory"
+            else:
+                self._spare += [torch.empty(_CHUNK_BYTES, dtype=torch.uint8, pin_memory=pinned) for _ in range(count)]
         except RuntimeError as error:  # of the driver, which cannot pin more
             reason = str(error).splitlines()[0]
-        if not self._is_short:
+        if reason and not self._is_short:
             log.warning("inputs of layers stay on the GPU", extra={"reason": reason})
-        self._is_short = True
-        return []
+            self._is_short = True
+        return not reason
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -189,8 +189,8 @@ def test_inputs_stay_on_the_device_where_the_host_is_short_of_memory(
 ) -> None:
     passes = Passes(deep())
     batch, seen = micro_batch(rows(0)), watched(passes.policy)
-    answers = [True, False, True, *[False] * 9]
-    monkeypatch.setattr(offloading.host_copies, "has_room", lambda *_: answers.pop(0))
+    answers = [1e9, 0.0, 1e9, 0.0, 0.0, 0.0]
+    monkeypatch.setattr(offloading.host_copies, "free_bytes", lambda _: answers.pop(0))
     with caplog.at_level(logging.WARNING):
         logprobs = passes.forward(batch, ALWAYS)
     assert [not each.expired() for each in seen] == [True] * 6  # of which the host has two that are being copied
@@ -199,6 +199,16 @@ def test_inputs_stay_on_the_device_where_the_host_is_short_of_memory(
     monkeypatch.undo()
     passes.policy.zero_grad()
     assert same(passes.gradients(batch, ALWAYS), passes.gradients(batch, NEVER))
+
+
+def test_rows_of_all_lengths_use_the_same_memory_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offloading, "_CHUNK_BYTES", 1000)
+    passes = Passes(deep())
+    for _ in range(2):
+        for batch in batches():
+            passes.gradients(batch, ALWAYS)
+    longest = max(batch.tokens for batch in batches())
+    assert len(passes.inputs._spare) == 6 * -(-longest * 32 * 4 // 1000)  # layers × chunks of an input
 
 
 def test_an_input_that_is_changed_in_place_is_refused() -> None:
