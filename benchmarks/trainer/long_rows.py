@@ -6,9 +6,9 @@
 Parts, each tried as long as ``--limit-s`` allows, in this order:
 
     equal      gradients of a row of ``--equal`` tokens without and with, bit for bit; ``again``: without, twice
-    pass       seconds and peak of a forward and backward pass over one sample of ``--tokens`` and of a quarter, both ways
+    pass       seconds and peak of a forward and backward pass over one sample of ``--tokens`` and of an eighth, both ways
     longest    tokens at which the pass's peak would be the usable share of the GPU, by the line through both peaks
-    mixed      a batch with one sample of ``--tokens`` in a hundred, and the same batch without it
+    mixed      a step of ``--count`` samples of ``--mixed`` tokens with one long one, and without it in passes of 16,384 tokens
 
 Weights are random. ``plan``: the peak that `penstock plan` has for such a pass, without CUDA's context.
 """
@@ -39,6 +39,7 @@ from penstock.services.trainer.batch.assignment import plan
 from penstock.services.trainer.batch.packing import MicroBatch, PackedRow
 from penstock.services.trainer.model.engine import TrainingEngine
 from penstock.services.trainer.model.layers import kernels
+from penstock.services.trainer.model.memory.recomputation import Recomputation
 from penstock.services.trainer.model.policy import Policy
 from penstock.services.trainer.rank_group import start_ranks
 from penstock.shared.bus.messages import FinishReason, Sample
@@ -47,7 +48,9 @@ from penstock.shared.model.flops import BACKWARD, forward_flops
 from penstock.shared.settings import Settings
 
 WAYS: Mapping[str, float] = {"on the GPU": math.inf, "offloaded": 0.0}
-_PROMPT, _GROUP = 64, 8
+_PROMPT, _GROUP, _CAP = 64, 8, 16_384
+_LONGER = 24
+"""Times the seconds of eight times as many tokens, of which attention takes up to 64 times."""
 Figures = dict[str, Any]
 
 
@@ -75,7 +78,6 @@ class Rows:
         ).train()
         self.engine = TrainingEngine(policy, settings, device)
         self.inputs = self.engine._recomputation.inputs
-        self.usual_bytes = self.inputs.least_bytes
         self._lot = np.random.default_rng(0)
 
     def row(self, tokens: int, samples: int = 1) -> PackedRow:
@@ -143,6 +145,12 @@ class Rows:
         table, _ = trainer_table(work, options, 140 * GIB)
         return round(total([part for part in table["forward and backward"] if part.name != "context"]))
 
+    def keep_what_fits(self, cap: int) -> None:
+        """Let layers keep activations as with ``trainer.gradient_checkpointing = "auto"`` and passes of ``cap`` tokens."""
+        engine = self.engine
+        engine._recomputation = Recomputation(engine.policy, cap, engine.device, sharded=False, automatic=True)
+        self.inputs = engine._recomputation.inputs
+
     def free(self) -> None:
         """Forget gradients and what torch keeps."""
         self.inputs.begin()
@@ -196,18 +204,19 @@ def longest(short: Figures, long: Figures, usable_bytes: float) -> int:
     return round(short["tokens"] + (usable_bytes - short["peak_bytes"]) / slope)
 
 
-def mixed(rows: Rows, tokens: int, short: int, count: int) -> Figures:
-    """Return a batch of ``count`` short samples without and with a long one."""
-    rows.free()
-    rows.inputs.least_bytes = rows.usual_bytes
-    others = [rows.row(short, _GROUP) for _ in range(count // _GROUP)]
-    cap = max(tokens, 16_384)
-    figures = {
-        "without": rows.compute(rows.batches(others, 16_384)),
-        "with": rows.compute(rows.batches([*others, rows.row(tokens)], cap)),
-    }
+def mixed(rows: Rows, long: int, short: int, count: int) -> Figures:
+    """Return a step of ``count`` short samples without and with a long one; layers keep activations as memory allows."""
+    others, figures = [rows.row(short, _GROUP) for _ in range(count // _GROUP)], {}
+    for name, more, cap, steps in (("without", [], _CAP, 3), ("with", [rows.row(long)], max(long, _CAP), 1)):
+        rows.free()
+        rows.keep_what_fits(cap)
+        batches = rows.batches([*others, *more], cap)
+        for _ in range(steps):  # each decides for the next one
+            kept = rows.engine.kept.layers
+            figures[name] = {**rows.compute(batches), "kept_layers": kept}
     for name in ("tokens_per_s", "model_tflops_per_s"):
-        figures[f"ratio of {name}"] = round(figures["with"][name] / max(1e-9, figures["without"][name]), 3)  # type: ignore[assignment]
+        ratio = figures["with"][name] / max(1e-9, figures["without"][name])
+        figures[f"ratio of {name}"] = round(ratio, 3)  # type: ignore[assignment]
     return figures
 
 
@@ -232,7 +241,7 @@ def measured(arguments: argparse.Namespace, shown: Figures, keep: Callable[[], N
         if arguments.equal:
             tell("equal", equal(rows, arguments.equal))
         capacity = torch.cuda.get_device_properties(0).total_memory if device == "cuda" else 0
-        lengths = (arguments.tokens // 4, arguments.tokens)
+        lengths = (arguments.tokens // 8, arguments.tokens)
         of: dict[str, list[Figures]] = {way: [] for way in WAYS}
         expected_s = 0.0
         for tokens in lengths:
@@ -240,12 +249,12 @@ def measured(arguments: argparse.Namespace, shown: Figures, keep: Callable[[], N
                 if has_time(expected_s):
                     of[way].append(one_pass(rows, tokens, way))
                     tell(f"pass of {tokens:,} {way}", of[way][-1])
-            expected_s = 16 * of["offloaded"][0].get("seconds", 0.0)
+            expected_s = _LONGER * of["offloaded"][0].get("seconds", 0.0)
         for way, (short, *long) in of.items():
             if long and "peak_bytes" in long[0] and capacity:
                 tell(f"longest {way}", longest(short, long[0], USABLE * capacity))
         if arguments.mixed and has_time(arguments.mixed_s):
-            tell("mixed", mixed(rows, arguments.tokens, arguments.mixed, arguments.count))
+            tell("mixed", mixed(rows, arguments.long or arguments.tokens, arguments.mixed, arguments.count))
         if arguments.at and has_time(arguments.at_s):
             tell(f"pass of {arguments.at:,} offloaded", one_pass(rows, arguments.at, "offloaded"))
     dist.destroy_process_group()
@@ -261,6 +270,7 @@ def main() -> None:
     parser.add_argument("--equal", type=int, default=0, help="tokens of the row whose gradients are compared; 0: none")
     parser.add_argument("--mixed", type=int, default=0, help="tokens of a short sample of the mixed batch; 0: none")
     parser.add_argument("--count", type=int, default=96, help="short samples of the mixed batch")
+    parser.add_argument("--long", type=int, default=0, help="tokens of the long sample of the mixed batch; 0: --tokens")
     parser.add_argument("--mixed-s", type=float, default=60.0, help="seconds that the mixed batch may need")
     parser.add_argument("--at", type=int, default=0, help="tokens of one more pass, offloaded; 0: none")
     parser.add_argument("--at-s", type=float, default=60.0, help="seconds that it may need")
