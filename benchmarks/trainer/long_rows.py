@@ -200,8 +200,8 @@ def one_pass(rows: Rows, tokens: int, way: str) -> Figures:
 
 def longest(short: Figures, long: Figures, usable_bytes: float) -> int:
     """Return the tokens of a pass whose peak is ``usable_bytes``; ``long`` may not have fitted."""
-    slope = (long["peak_bytes"] - short["peak_bytes"]) / (long["tokens"] - short["tokens"])
-    return round(short["tokens"] + (usable_bytes - short["peak_bytes"]) / slope)
+    slope: float = (long["peak_bytes"] - short["peak_bytes"]) / (long["tokens"] - short["tokens"])
+    return round(float(short["tokens"]) + (usable_bytes - short["peak_bytes"]) / slope)
 
 
 def mixed(rows: Rows, long: int, short: int, count: int) -> Figures:
@@ -216,7 +216,7 @@ def mixed(rows: Rows, long: int, short: int, count: int) -> Figures:
             figures[name] = {**rows.compute(batches), "kept_layers": kept}
     for name in ("tokens_per_s", "model_tflops_per_s"):
         ratio = figures["with"][name] / max(1e-9, figures["without"][name])
-        figures[f"ratio of {name}"] = round(ratio, 3)  # type: ignore[assignment]
+        figures[f"ratio of {name}"] = round(ratio, 3)
     return figures
 
 
@@ -227,7 +227,7 @@ def measured(arguments: argparse.Namespace, shown: Figures, keep: Callable[[], N
     start_ranks(device)
 
     def has_time(seconds: float) -> bool:
-        return time.monotonic() - started_s + seconds < arguments.limit_s
+        return bool(time.monotonic() - started_s + seconds < arguments.limit_s)
 
     def tell(name: str, value: Any) -> None:
         shown[name] = value
@@ -245,7 +245,7 @@ def measured(arguments: argparse.Namespace, shown: Figures, keep: Callable[[], N
         of: dict[str, list[Figures]] = {way: [] for way in WAYS}
         expected_s = 0.0
         for tokens in lengths:
-            for way in reversed(WAYS):
+            for way in ("offloaded", "on the GPU"):
                 if has_time(expected_s):
                     of[way].append(one_pass(rows, tokens, way))
                     tell(f"pass of {tokens:,} {way}", of[way][-1])

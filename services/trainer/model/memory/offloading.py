@@ -124,7 +124,7 @@ class OffloadedInputs:
         self._moving.append(held)
         with self._lane.entered(), torch.no_grad():
             behind.follow()
-            for part, chunk in zip(_bytes(tensor).split(_CHUNK_BYTES), held.chunks, strict=True):
+            for part, chunk in zip(torch.split(_bytes(tensor), _CHUNK_BYTES), held.chunks, strict=True):
                 if to_host:
                     chunk[: len(part)].copy_(part, non_blocking=True)
                 else:

@@ -57,7 +57,12 @@ def test_the_plan_counts_a_record_and_the_one_from_which_it_grows(
     requests: int, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes = list[int]()
-    monkeypatch.setattr(torch, "zeros", lambda count, **_: sizes.append(4 * count) or torch.empty(count, device="meta"))
+
+    def zeros(count: int, **_: Any) -> torch.Tensor:
+        sizes.append(4 * count)
+        return torch.empty(count, device="meta")
+
+    monkeypatch.setattr(torch, "zeros", zeros)
     record = TokenRecord(CPU)
     for number in range(requests):
         record.admit(str(number), 5, 5, tokens)

@@ -18,6 +18,7 @@ from penstock.services.trainer.model.memory import offloading, recomputation
 from penstock.services.trainer.model.memory.recomputation import Kept, Recomputation
 from penstock.services.trainer.model.policy import Policy, load_model
 from penstock.shared.settings import PolicySettings
+from penstock.shared.weights import host_copies
 from tests.support import model_zoo, tiny, trees
 from tests.support.packed import rows
 from tests.trainer.model.test_engine import Stepper, settings
@@ -190,7 +191,7 @@ def test_inputs_stay_on_the_device_where_the_host_is_short_of_memory(
     passes = Passes(deep())
     batch, seen = micro_batch(rows(0)), watched(passes.policy)
     answers = [1e9, 0.0, 1e9, 0.0, 0.0, 0.0]
-    monkeypatch.setattr(offloading.host_copies, "free_bytes", lambda _: answers.pop(0))
+    monkeypatch.setattr(host_copies, "free_bytes", lambda _: answers.pop(0))
     with caplog.at_level(logging.WARNING):
         logprobs = passes.forward(batch, ALWAYS)
     assert [not each.expired() for each in seen] == [True] * 6  # of which the host has two that are being copied
