@@ -117,6 +117,8 @@ async def measure(arguments: argparse.Namespace, folder: Path, shown: Figures) -
         shown["needed_tokens"] = arguments.samples * longest
         shown["planned_record_bytes"] = record_bytes(arguments.samples, arguments.tokens)
         shown["start_s"] = round(time.monotonic() - started_s, 1)
+        while arguments.when and not arguments.when.exists():
+            await asyncio.sleep(0.2)
         print(json.dumps(shown), flush=True)
         name, tokens = "first", max(1, arguments.tokens // _PARTS)
         groups[name], shown[name] = await generated(engine, prompt, tokens, arguments.samples)
@@ -149,6 +151,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--utilization", type=float, default=0.06)
     parser.add_argument("--limit-s", type=float, default=600.0)
+    parser.add_argument("--when", type=Path, help="a file: the engine starts, and decodes once the file is there")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     shown: Figures = {

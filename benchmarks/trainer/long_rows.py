@@ -6,9 +6,11 @@
 Parts, each tried as long as ``--limit-s`` allows, in this order:
 
     equal      gradients of a row of ``--equal`` tokens without and with, bit for bit; ``again``: without, twice
+    pinned     seconds in which the host's memory is pinned, once
     pass       seconds and peak of a forward and backward pass over one sample of ``--tokens`` and of an eighth, both ways
     longest    tokens at which the pass's peak would be the usable share of the GPU, by the line through both peaks
-    mixed      a step of ``--count`` samples of ``--mixed`` tokens with one long one, and without it in passes of 16,384 tokens
+    mixed      a step of ``--count`` samples of ``--mixed`` tokens in passes of 16,384, and one with the long sample, whose
+               pass is the one above, beside short ones in passes of as many tokens (``beside``)
 
 Weights are random. ``plan``: the peak that `penstock plan` has for such a pass, without CUDA's context.
 """
@@ -39,6 +41,7 @@ from penstock.services.trainer.batch.assignment import plan
 from penstock.services.trainer.batch.packing import MicroBatch, PackedRow
 from penstock.services.trainer.model.engine import TrainingEngine
 from penstock.services.trainer.model.layers import kernels
+from penstock.services.trainer.model.memory import offloading
 from penstock.services.trainer.model.memory.recomputation import Recomputation
 from penstock.services.trainer.model.policy import Policy
 from penstock.services.trainer.rank_group import start_ranks
@@ -147,9 +150,22 @@ class Rows:
 
     def keep_what_fits(self, cap: int) -> None:
         """Let layers keep activations as with ``trainer.gradient_checkpointing = "auto"`` and passes of ``cap`` tokens."""
-        engine = self.engine
-        engine._recomputation = Recomputation(engine.policy, cap, engine.device, sharded=False, automatic=True)
-        self.inputs = engine._recomputation.inputs
+        recomputation = Recomputation(self.engine.policy, cap, self.engine.device, sharded=False, automatic=True)
+        recomputation.inputs._spare = self.inputs._spare
+        self.keep(recomputation)
+
+    def keep(self, recomputation: Recomputation) -> None:
+        """Let ``recomputation`` decide."""
+        self.engine._recomputation, self.inputs = recomputation, recomputation.inputs
+        recomputation.keep(recomputation.kept)
+
+    def pin(self, tokens: int) -> Figures:
+        """Take the host's memory for a pass of ``tokens``, which the first such pass does otherwise."""
+        started_s, layers = time.monotonic(), self.shape["num_hidden_layers"]
+        nbytes = tokens * self.shape["hidden_size"] * (2 if self.device == "cuda" else 4)
+        complete = self.inputs._add(layers * -(-nbytes // offloading._CHUNK_BYTES) - len(self.inputs._spare))
+        seconds = time.monotonic() - started_s
+        return {"bytes": self._pinned(), "seconds": round(seconds, 2), "complete": complete}
 
     def free(self) -> None:
         """Forget gradients and what torch keeps."""
@@ -204,19 +220,26 @@ def longest(short: Figures, long: Figures, usable_bytes: float) -> int:
     return round(float(short["tokens"]) + (usable_bytes - short["peak_bytes"]) / slope)
 
 
-def mixed(rows: Rows, long: int, short: int, count: int) -> Figures:
-    """Return a step of ``count`` short samples without and with a long one; layers keep activations as memory allows."""
-    others, figures = [rows.row(short, _GROUP) for _ in range(count // _GROUP)], {}
-    for name, more, cap, steps in (("without", [], _CAP, 3), ("with", [rows.row(long)], max(long, _CAP), 1)):
+def mixed(rows: Rows, long: Figures, short: int, count: int) -> Figures:
+    """Return a step of ``count`` short samples, and one with the long sample whose pass ``long`` is of."""
+    others, figures = [rows.row(short, _GROUP) for _ in range(count // _GROUP)], Figures()
+    for name, cap, steps in (("without", _CAP, 3), ("beside", max(long["tokens"] + 1, _CAP), 1)):
         rows.free()
         rows.keep_what_fits(cap)
-        batches = rows.batches([*others, *more], cap)
+        batches = rows.batches(others, cap)
         for _ in range(steps):  # each decides for the next one
             kept = rows.engine.kept.layers
             figures[name] = {**rows.compute(batches), "kept_layers": kept}
-    for name in ("tokens_per_s", "model_tflops_per_s"):
-        ratio = figures["with"][name] / max(1e-9, figures["without"][name])
-        figures[f"ratio of {name}"] = round(ratio, 3)
+    both = (figures["beside"], long)
+    seconds = sum(of["seconds"] for of in both)
+    figures["with"] = {
+        "tokens_per_s": round(sum(of["tokens"] for of in both) / seconds, 1),
+        "model_tflops_per_s": round(sum(of["model_tflops_per_s"] * of["seconds"] for of in both) / seconds, 1),
+    }
+    figures |= {
+        f"ratio of {name}": round(with_long / max(1e-9, figures["without"][name]), 3)
+        for name, with_long in figures["with"].items()
+    }
     return figures
 
 
@@ -240,21 +263,24 @@ def measured(arguments: argparse.Namespace, shown: Figures, keep: Callable[[], N
         tell("warm up", rows.compute(rows.batches([rows.row(2048)], 2048)))
         if arguments.equal:
             tell("equal", equal(rows, arguments.equal))
+        tell("pinned", rows.pin(arguments.tokens))
         capacity = torch.cuda.get_device_properties(0).total_memory if device == "cuda" else 0
         lengths = (arguments.tokens // 8, arguments.tokens)
         of: dict[str, list[Figures]] = {way: [] for way in WAYS}
-        expected_s = 0.0
+        expected_s, first = 0.0, rows.engine._recomputation
         for tokens in lengths:
             for way in ("offloaded", "on the GPU"):
                 if has_time(expected_s):
                     of[way].append(one_pass(rows, tokens, way))
                     tell(f"pass of {tokens:,} {way}", of[way][-1])
+                is_next = arguments.mixed and way == "offloaded" and tokens == lengths[-1]
+                if is_next and has_time(arguments.mixed_s) and "seconds" in of[way][-1]:
+                    tell("mixed", mixed(rows, of[way][-1], arguments.mixed, arguments.count))
+                    rows.keep(first)
             expected_s = _LONGER * of["offloaded"][0].get("seconds", 0.0)
         for way, (short, *long) in of.items():
             if long and "peak_bytes" in long[0] and capacity:
                 tell(f"longest {way}", longest(short, long[0], USABLE * capacity))
-        if arguments.mixed and has_time(arguments.mixed_s):
-            tell("mixed", mixed(rows, arguments.long or arguments.tokens, arguments.mixed, arguments.count))
         if arguments.at and has_time(arguments.at_s):
             tell(f"pass of {arguments.at:,} offloaded", one_pass(rows, arguments.at, "offloaded"))
     dist.destroy_process_group()
@@ -270,7 +296,6 @@ def main() -> None:
     parser.add_argument("--equal", type=int, default=0, help="tokens of the row whose gradients are compared; 0: none")
     parser.add_argument("--mixed", type=int, default=0, help="tokens of a short sample of the mixed batch; 0: none")
     parser.add_argument("--count", type=int, default=96, help="short samples of the mixed batch")
-    parser.add_argument("--long", type=int, default=0, help="tokens of the long sample of the mixed batch; 0: --tokens")
     parser.add_argument("--mixed-s", type=float, default=60.0, help="seconds that the mixed batch may need")
     parser.add_argument("--at", type=int, default=0, help="tokens of one more pass, offloaded; 0: none")
     parser.add_argument("--at-s", type=float, default=60.0, help="seconds that it may need")
