@@ -51,16 +51,13 @@ class _Input:
 
 
 class OffloadedInputs:
-    """The inputs of ``layers`` layers of one model; ``least_bytes``: of all of them, above which they are offloaded
-    (None: by the GPU's size; never on a CPU). On the training thread, and autograd's that works for it.
-    """
+    """The inputs of ``layers`` layers of one model. On the training thread, and autograd's that works for it."""
 
-    def __init__(self, device: torch.device, layers: int, least_bytes: float | None = None) -> None:
+    def __init__(self, device: torch.device, layers: int) -> None:
         self._device, self._layers = device, layers
-        if least_bytes is None:
-            on_gpu = device.type == "cuda"
-            least_bytes = SHARE * torch.cuda.get_device_properties(device).total_memory if on_gpu else float("inf")
-        self.least_bytes = least_bytes
+        on_gpu = device.type == "cuda"
+        self.least_bytes = SHARE * torch.cuda.get_device_properties(device).total_memory if on_gpu else float("inf")
+        """Of all inputs of a pass, above which they are offloaded; never on a CPU."""
         self._lane = Lane(device)
         self._moving: list[_Input] = []
         """Those whose tensor waits for a copy, oldest first."""
