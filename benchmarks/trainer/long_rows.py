@@ -152,12 +152,7 @@ class Rows:
         """Let layers keep activations as with ``trainer.gradient_checkpointing = "auto"`` and passes of ``cap`` tokens."""
         recomputation = Recomputation(self.engine.policy, cap, self.engine.device, sharded=False, automatic=True)
         recomputation.inputs._spare = self.inputs._spare
-        self.keep(recomputation)
-
-    def keep(self, recomputation: Recomputation) -> None:
-        """Let ``recomputation`` decide."""
         self.engine._recomputation, self.inputs = recomputation, recomputation.inputs
-        recomputation.keep(recomputation.kept)
 
     def pin(self, tokens: int) -> Figures:
         """Take the host's memory for a pass of ``tokens``, which the first such pass does otherwise."""
@@ -267,20 +262,19 @@ def measured(arguments: argparse.Namespace, shown: Figures, keep: Callable[[], N
         capacity = torch.cuda.get_device_properties(0).total_memory if device == "cuda" else 0
         lengths = (arguments.tokens // 8, arguments.tokens)
         of: dict[str, list[Figures]] = {way: [] for way in WAYS}
-        expected_s, first = 0.0, rows.engine._recomputation
+        expected_s = 0.0
         for tokens in lengths:
             for way in ("offloaded", "on the GPU"):
                 if has_time(expected_s):
                     of[way].append(one_pass(rows, tokens, way))
                     tell(f"pass of {tokens:,} {way}", of[way][-1])
-                is_next = arguments.mixed and way == "offloaded" and tokens == lengths[-1]
-                if is_next and has_time(arguments.mixed_s) and "seconds" in of[way][-1]:
-                    tell("mixed", mixed(rows, of[way][-1], arguments.mixed, arguments.count))
-                    rows.keep(first)
-            expected_s = _LONGER * of["offloaded"][0].get("seconds", 0.0)
+                    expected_s = 1.1 * of[way][-1].get("seconds", 0.0)
+            expected_s *= _LONGER
         for way, (short, *long) in of.items():
             if long and "peak_bytes" in long[0] and capacity:
                 tell(f"longest {way}", longest(short, long[0], USABLE * capacity))
+        if arguments.mixed and len(of["offloaded"]) > 1 and has_time(arguments.mixed_s):
+            tell("mixed", mixed(rows, of["offloaded"][1], arguments.mixed, arguments.count))
         if arguments.at and has_time(arguments.at_s):
             tell(f"pass of {arguments.at:,} offloaded", one_pass(rows, arguments.at, "offloaded"))
     dist.destroy_process_group()
