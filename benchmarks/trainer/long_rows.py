@@ -212,7 +212,7 @@ def one_pass(rows: Rows, tokens: int, way: str) -> Figures:
 def longest(short: Figures, long: Figures, usable_bytes: float) -> int:
     """Return the tokens of a pass whose peak is ``usable_bytes``; ``long`` may not have fitted."""
     slope: float = (long["peak_bytes"] - short["peak_bytes"]) / (long["tokens"] - short["tokens"])
-    return round(float(short["tokens"]) + (usable_bytes - short["peak_bytes"]) / slope)
+    return int(short["tokens"] + (usable_bytes - short["peak_bytes"]) / slope)
 
 
 def mixed(rows: Rows, long: Figures, short: int, count: int) -> Figures:

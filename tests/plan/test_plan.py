@@ -279,16 +279,15 @@ def test_up_refuses_what_would_move_more_to_the_host_than_its_memory(tmp_path: P
 
 
 def test_up_says_at_the_start_that_inputs_of_layers_will_not_fit(tmp_path: Path) -> None:
-    def notice(gib: float, gpus: Sequence[float] = (H200,), **trainer: object) -> str:
-        flags = {f"trainer.{name}": value for name, value in trainer.items()}
+    def notice(gib: float, tokens: int, gpus: Sequence[float] = (H200,), **trainer: object) -> str:
+        flags = {f"trainer.{name}": value for name, value in {"micro_batch_tokens": tokens, **trainer}.items()}
         return certain.inputs_notice(named(settings_with(tmp_path, **SEVEN), (), (), **flags), gpus, gib * 2**30)
 
-    long = {"micro_batch_tokens": 131_072}
     said = "passes of trainer.micro_batch_tokens = 131,072 would keep 24.5 GiB of inputs of layers in this machine's memory, which has 24.0 GiB: the rest stays on the GPUs"
-    assert notice(24, **long) == said
-    assert notice(25, **long) == ""
-    assert "keep 49.0 GiB" in notice(25, ranks=2, **long)
-    assert notice(1) == notice(1, (), **long) == notice(1, gradient_checkpointing=False, **long) == ""
+    assert notice(24, 131_072) == said
+    assert notice(25, 131_072) == ""
+    assert "keep 49.0 GiB" in notice(25, 131_072, ranks=2)
+    assert notice(1, 16_384) == notice(1, 131_072, ()) == notice(1, 131_072, gradient_checkpointing=False) == ""
 
 
 def test_up_says_at_the_start_that_checkpoints_will_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
