@@ -21,6 +21,7 @@ from penstock.services.plan.memory import (
     WEIGHT_COPIES,
     Component,
     TrainerOptions,
+    offloaded_bytes,
     total,
     trainer_table,
 )
@@ -97,6 +98,27 @@ def check_host(settings: Settings, gpus: int, memory_bytes: float) -> None:
         f"which moves them there, found {memory_bytes / GIB:.1f} GiB, and they need {needed_bytes / GIB:.1f}: "
         f"{'change it' if trainer.offload != 'none' else 'lower it'}, or use a machine with more memory "
         "(`penstock plan` compares layouts)"
+    )
+
+
+def inputs_notice(settings: Settings, gpus: Sequence[float], memory_bytes: float) -> str:
+    """Return the notice that this machine's memory cannot hold the inputs of layers in passes of the longest rows, or ""."""
+    trainer = settings.trainer
+    if not gpus or settings.run.device == "cpu" or read_config(settings.policy.model).get("model_type") not in _EXACT:
+        return ""
+    options = TrainerOptions(
+        trainer.ranks,
+        trainer.zero_stage,
+        micro_batch_tokens=trainer.micro_batch_tokens,
+        checkpointing=trainer.gradient_checkpointing,
+        gpu_bytes=max(gpus),
+    )
+    needed_bytes = trainer.ranks * offloaded_bytes(workload_of(settings), options)
+    if needed_bytes <= memory_bytes:
+        return ""
+    return (
+        f"passes of trainer.micro_batch_tokens = {trainer.micro_batch_tokens:,} would keep {needed_bytes / GIB:.1f} GiB of inputs of layers in "
+        f"this machine's memory, which has {memory_bytes / GIB:.1f} GiB: the rest stays on the GPUs"
     )
 
 

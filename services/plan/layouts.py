@@ -148,7 +148,8 @@ class Planner:
     def as_set(self, layout: GpuLayout) -> Candidate:
         """Return a layout whose replicas decode as many groups as the run's settings say, whether it fits or not."""
         beside_bytes = layout.engines * _CONTEXT_ASLEEP if layout.placement == "shared" else 0.0
-        _, kept = trainer_table(self.work, layout.trainer, self.limit_bytes - beside_bytes)
+        options = dataclasses.replace(layout.trainer, gpu_bytes=self.cluster.gpu.memory_bytes)
+        _, kept = trainer_table(self.work, options, self.limit_bytes - beside_bytes)
         return self._candidate(layout, {}, kept, _Engine(EngineMemory((), 0.0), self.wanted(layout.replicas), True))
 
     def wanted(self, replicas: int) -> int:
@@ -249,7 +250,8 @@ class Planner:
 
     def _mine(self, ranks: int) -> TrainerOptions:
         own = self.own.trainer
-        return dataclasses.replace(own, ranks=ranks, sharded=own.sharded and ranks > 1)
+        gpu_bytes = self.cluster.gpu.memory_bytes
+        return dataclasses.replace(own, ranks=ranks, sharded=own.sharded and ranks > 1, gpu_bytes=gpu_bytes)
 
     def _trainer(
         self, ranks: int, limit_bytes: float, *, snapshots: int = 2, frees: bool = False, ways: int = len(_WAYS) + 1

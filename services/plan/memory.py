@@ -4,7 +4,8 @@ A trainer's rank, ``P`` weights over ``N`` ranks, bytes per weight (bfloat16, Ad
 
     weights 2 · gradients 2 · master weights 4 · moments 8 (8-bit: 2)      over N from ZeRO stage 3 · 2 · 1 · 1
     reduction      DeepSpeed's bucket; a rank's reduced gradients at stage 2; gathered weights at stage 3
-    stored         a layer's input for every layer, and all that it keeps for those that are not recomputed
+    stored         a layer's input for every layer, and all that it keeps for those that are not recomputed; of inputs that
+                   the host's memory holds (rows whose inputs take a large share of the GPU), two
     activations    stored, and the larger of: the logits with the gradient of the output layer; one layer's backward pass
     snapshots      two copies (``weights.transport = "pull"``), whole on rank 0, or in shares on all ranks
 
@@ -46,6 +47,9 @@ _GRAPHS = 1.5 * GIB
 """CUDA graphs and activations of an engine."""
 ASIDE, WEIGHT_COPIES, LEAST_CACHE, _SHADOW_COPIES = 4.0 * GIB, 1.25, 1.0 * GIB, 1.05
 """What each of several engines on a GPU sets aside (services/rollout/engines/vllm/several/plan.py)."""
+OFFLOADED, AHEAD = 0.05, 2
+"""Share of a GPU above which the host holds the inputs of layers that are computed again, and how many of them are on the GPU
+meanwhile (services/trainer/model/memory/offloading.py)."""
 USED = 0.85
 """Share of the memory that activations may fill (services/trainer/model/memory/recomputation.py)."""
 
@@ -86,6 +90,8 @@ class TrainerOptions:
     """Copies of the policy that are served; 0: weights travel by file."""
     sharded: bool = False
     """Whether each rank has a share of them, rather than rank 0 all."""
+    gpu_bytes: float = math.inf
+    """Of its GPU; the host holds the inputs of layers that would take a large share of it."""
     sequence_parallel: int = 1
     """Ranks that compute a long sample together; each computes no more tokens than without."""
 
@@ -235,9 +241,10 @@ def activations(work: Workload, options: TrainerOptions, kept: int, *, keeps_log
     """
     shape = work.shape
     saved, inputs = _layer_bytes(work, options)
-    stored = kept * saved + (shape.layers - kept) * inputs
+    again = shape.layers - kept
+    stored = kept * saved + (min(again, AHEAD) if offloaded_bytes(work, options) else again) * inputs
     at_logits, at_layer = _logits(work, options, keeps_logits=keeps_logits), _layer(work, options)
-    at_layer += saved if kept < shape.layers else 0.0
+    at_layer += 0.0 if kept else saved  # a layer computes again once the kept ones, which are the last, are through
     advice = "lower trainer.micro_batch_tokens"
     if not kept or options.checkpointing is False:
         advice += ", or set trainer.gradient_checkpointing = true"
@@ -247,6 +254,12 @@ def activations(work: Workload, options: TrainerOptions, kept: int, *, keeps_log
         Component("activations", stored, advice),
         Component("logits", at_logits, "lower trainer.micro_batch_tokens"),
     ]
+
+
+def offloaded_bytes(work: Workload, options: TrainerOptions) -> float:
+    """Return the most of the host's memory that holds inputs of a rank's layers; 0: they stay on the GPU."""
+    nbytes = work.shape.layers * _layer_bytes(work, options)[1]
+    return nbytes if options.checkpointing is not False and nbytes > OFFLOADED * options.gpu_bytes else 0.0
 
 
 def _layer_bytes(work: Workload, options: TrainerOptions) -> tuple[float, float]:
@@ -293,7 +306,8 @@ def _kept(work: Workload, options: TrainerOptions, free_bytes: float) -> tuple[i
     room = free_bytes - total(activations(work, options, 1))
     keeps_logits = bool(options.chunk_tokens) and _all_logits(work, options) * _RESERVE <= room
     room -= _all_logits(work, options) * keeps_logits
-    return max(1, min(layers, 1 + int(room // max(1.0, _RESERVE * (saved - inputs))))), keeps_logits
+    added = saved if offloaded_bytes(work, options) else saved - inputs
+    return max(1, min(layers, 1 + int(room // max(1.0, _RESERVE * added)))), keeps_logits
 
 
 # ---------------------------------------------------------------- engines
@@ -330,6 +344,8 @@ def engine_memory(work: Workload, options: EngineOptions, room_bytes: float, tot
         Component("graphs and logits", options.engines * _GRAPHS + logits, "lower rollout.max_groups"),
         Component("context", options.engines * (CONTEXT + (_NCCL if options.tensor_parallel > 1 else 0.0))),
     ]
+    record = options.engines * record_bytes(-(-options.sequences // options.engines), work.lengths.most)
+    fixed.append(Component("record of logprobs", record, "lower rollout.max_groups or sampling.max_new_tokens"))
     copies = options.engines * _shadow_bytes(work, options.tensor_parallel)
     shadow = Component("shadow", copies if options.shadow and not work.lora_rank else 0.0, _SHADOW)
     free = min(options.utilization * total_bytes, room_bytes - shadow.nbytes) - total(fixed)
@@ -337,6 +353,13 @@ def engine_memory(work: Workload, options: EngineOptions, room_bytes: float, tot
     needed = per_token * options.sequences * work.longest
     cache = Component("key-value cache", max(0.0, min(free, needed)), f"lower sampling.max_new_tokens, or {parallel}")
     return EngineMemory([*fixed, shadow, cache], cache.nbytes / per_token if per_token else 0.0)
+
+
+def record_bytes(sequences: int, tokens: int) -> float:
+    """Return an engine's record of logprobs (services/rollout/engines/vllm/token_record.py) of completions of ``tokens``, with
+    that of half the size from which it grows."""
+    rows, columns = (1 << (max(least, count) - 1).bit_length() for least, count in ((64, sequences), (1024, tokens)))
+    return 1.5 * 4 * rows * columns
 
 
 def _shadow_bytes(work: Workload, tensor_parallel: int) -> float:

@@ -9,7 +9,7 @@ import tomli_w
 
 from penstock.services.plan.hardware import GIB, Cluster
 from penstock.services.plan.layouts import Candidate, GpuLayout, MemoryShortage, Planner
-from penstock.services.plan.memory import Table, checkpoint_copy_bytes, peak, total
+from penstock.services.plan.memory import Table, checkpoint_copy_bytes, offloaded_bytes, peak, total
 from penstock.services.plan.rates import checkpoint_seconds
 from penstock.services.plan.workload import Workload
 from penstock.shared.errors import SettingsError
@@ -127,6 +127,7 @@ def _candidate(plan: Plan, number: int, candidate: Candidate) -> list[str]:
         f"   weights, {way}: live after {transfer_s:,.1f} s, {transfer_s / step_s:.0%} of a step",
         f"   a checkpoint's copy takes {_copy_bytes(plan, candidate) / GIB:.1f} GiB of a host's memory and {copied_s:,.1f} s, "
         f"in which training waits; written after {written_s:,.0f} s",
+        *_offloaded(plan, candidate),
         *(f"   {side}, {_phase(phase, table)}" for side, table in candidate.memory.items() for phase in table),
     ]
 
@@ -134,6 +135,17 @@ def _candidate(plan: Plan, number: int, candidate: Candidate) -> list[str]:
 def _copy_bytes(plan: Plan, candidate: Candidate) -> float:
     trainer = candidate.layout.trainer
     return checkpoint_copy_bytes(plan.planner.work, trainer, min(trainer.ranks, plan.planner.cluster.per_node))
+
+
+def _offloaded(plan: Plan, candidate: Candidate) -> list[str]:
+    """Return what is said of the inputs of layers in a host's memory."""
+    trainer = candidate.layout.trainer
+    of_rank, ranks = offloaded_bytes(plan.planner.work, trainer), min(trainer.ranks, plan.planner.cluster.per_node)
+    if not of_rank:
+        return []
+    return [
+        f"   inputs of layers take up to {ranks * of_rank / GIB:.1f} GiB of a host's memory, a rank {of_rank / GIB:.1f}"
+    ]
 
 
 def _reservation(plan: Plan, candidate: Candidate) -> str:
@@ -183,6 +195,7 @@ def _entry(plan: Plan, candidate: Candidate) -> dict[str, Any]:
         **dataclasses.asdict(candidate.pace),
         "memory_bytes": memory,
         "checkpoint_copy_bytes": _copy_bytes(plan, candidate),
+        "offloaded_inputs_bytes": offloaded_bytes(plan.planner.work, candidate.layout.trainer),
         "checkpoint_s": checkpoint_seconds(plan.planner.work, plan.planner.cluster, candidate.layout.trainer),
         "peak_bytes": {side: peak(table) for side, table in candidate.memory.items()},
         "rates": dataclasses.asdict(candidate.rates),

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from penstock.services.client.coordinator import page_link, read_token
-from penstock.services.plan.certain import are_together, visible_gpus
+from penstock.services.plan.certain import are_together, inputs_notice, visible_gpus
 from penstock.services.up import plan, process_tree, run_folder
 from penstock.services.up.disk_space import Room, checkpoint_notice
 from penstock.services.up.display.screen import Screen, open_screen, shows_screen
@@ -24,6 +24,7 @@ from penstock.shared.files import temporary
 from penstock.shared.files.durable import free_bytes
 from penstock.shared.inputs import NEXT_INPUTS
 from penstock.shared.preflight.node import mps_answers
+from penstock.shared.process.memory_timeline import host_bytes
 from penstock.shared.settings import SETTINGS_FILE, Settings
 
 _SHOW_EVERY_S = 0.5
@@ -63,8 +64,9 @@ def go(run: Prepared, planner: Planner = service_plans, restarts: Restarts | Non
 
 
 def _notices(run: Prepared) -> list[str]:
-    notices = [time_slices(run.settings), checkpoint_notice(run.settings, run.folder, free_bytes), _bus_notice(run)]
-    return list(filter(None, notices))
+    inputs = inputs_notice(run.settings, visible_gpus(), host_bytes()[0])
+    checkpoints = checkpoint_notice(run.settings, run.folder, free_bytes)
+    return list(filter(None, [time_slices(run.settings), checkpoints, inputs, _bus_notice(run)]))
 
 
 def _bus_notice(run: Prepared) -> str:

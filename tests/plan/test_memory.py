@@ -16,6 +16,7 @@ from penstock.services.plan.memory import EngineOptions, TrainerOptions, engine_
 from penstock.services.plan.shapes import from_config, shape_of
 from penstock.services.plan.workload import Lengths, Workload
 from penstock.services.trainer.model import optimizer
+from penstock.services.trainer.model.memory import offloading
 from penstock.shared.errors import SettingsError
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -188,7 +189,32 @@ def test_as_many_layers_keep_their_activations_as_memory_allows() -> None:
     def kept(gib: float) -> int:
         return trainer_table(workload("7b"), TrainerOptions(2, 3, snapshots=0), gib * GIB)[1]
 
-    assert (kept(79.6), kept(140.4), kept(1000)) == (1, 18, 28)
+    assert (kept(79.6), kept(140.4), kept(1000)) == (1, 19, 28)
+
+
+@pytest.mark.parametrize("checkpointing", [True, "auto"])
+def test_a_row_of_131072_tokens_leaves_two_inputs_of_layers_on_the_gpu(checkpointing: Any) -> None:
+    """28 layers × 131,072 tokens × 3,584 × 2 bytes."""
+
+    def peaks(tokens: int, gpu_bytes: float) -> tuple[float, float]:
+        options = TrainerOptions(
+            1, 1, "adamw_8bit", snapshots=0, micro_batch_tokens=tokens, checkpointing=checkpointing, gpu_bytes=gpu_bytes
+        )
+        table, _ = trainer_table(workload("7b"), options, 133.4 * GIB)
+        return round(total(table["forward and backward"]) / GIB, 1), memory.offloaded_bytes(workload("7b"), options)
+
+    layer = 131_072 * 3584 * 2
+    (here, nothing), (away, held) = peaks(131_072, float("inf")), peaks(131_072, 140.4 * GIB)
+    assert (nothing, held) == (0.0, 28 * layer)
+    kept = 0 if checkpointing is True else 1
+    assert here - away == pytest.approx((28 - kept - 2) * layer / GIB, abs=0.1)
+    assert away == 100.0
+    assert peaks(262_144, 140.4 * GIB)[0] < 133.4 < peaks(262_144, float("inf"))[0]
+    assert peaks(16_384, 140.4 * GIB) == peaks(16_384, float("inf")), "a small share of the GPU stays there"
+
+
+def test_the_plan_knows_when_and_how_many_inputs_of_layers_are_offloaded() -> None:
+    assert (memory.OFFLOADED, memory.AHEAD) == (offloading.SHARE, offloading._AHEAD)
 
 
 def test_the_cache_is_what_weights_and_shadow_leave() -> None:

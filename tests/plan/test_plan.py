@@ -59,6 +59,15 @@ def test_ranks_that_compute_a_sample_together_are_planned_together() -> None:
         make(settings, "1xH200", "0.5b")
 
 
+def test_the_memory_of_hosts_that_holds_inputs_of_layers_is_said() -> None:
+    flags = ["--sampling.max_new_tokens=131072", "--trainer.gradient_checkpointing=true"]
+    said = "   inputs of layers take up to "
+    long, short = (make(settings_of(None, of), "2xH200", "7b") for of in (flags, []))
+    assert f"{said}24.5 GiB of a host's memory, a rank 24.5" in report.text(long)
+    assert said not in report.text(short)
+    assert {entry["offloaded_inputs_bytes"] for entry in report.as_json(short)["layouts"]} == {0.0}
+
+
 def test_divided_experts_are_not_planned() -> None:
     settings = settings_of(None, ["--trainer.ranks=2", "--trainer.expert_parallel=2"])
     with pytest.raises(SettingsError, match=r"expected trainer.expert_parallel = 1 with penstock plan, found 2"):
@@ -80,9 +89,9 @@ def test_snapshots_are_in_shares_where_no_gpu_holds_whole_ones_or_as_set() -> No
     assert ways("70b", "4x8xH200", "--weights.transport", "file") == {(False, False)}
 
 
-@pytest.mark.parametrize(("model", "gpus"), [("70b", "4x8x80GiB"), ("235b-a22b", "8x8x80GiB")])
+@pytest.mark.parametrize(("model", "gpus", "parallel"), [("70b", "4x8x80GiB", 8), ("235b-a22b", "8x8x80GiB", 32)])
 def test_models_that_no_gpu_holds_are_planned_in_shares_and_start_as_written(
-    model: str, gpus: str, tmp_path: Path
+    model: str, gpus: str, parallel: int, tmp_path: Path
 ) -> None:
     plan = make(settings_of(None, []), gpus, model)
     best = plan.candidates[0]
@@ -93,7 +102,7 @@ def test_models_that_no_gpu_holds_are_planned_in_shares_and_start_as_written(
     written = load(tmp_path / "run.toml", environment={})
     assert (written.weights.snapshots, written.trainer.zero_stage) == ("sharded", 3)
     assert written.trainer.ranks == 8
-    assert written.rollout.vllm.tensor_parallel_size == best.layout.tensor_parallel == 8
+    assert written.rollout.vllm.tensor_parallel_size == best.layout.tensor_parallel == parallel
     copied_s, written_s = checkpoint_seconds(plan.planner.work, plan.planner.cluster, trainer)
     states = (6 if trainer.optimizer == "adamw_8bit" else 12) * plan.planner.work.shape.weights
     assert copied_s == pytest.approx(states / trainer.ranks / 50e9), "each rank's, to its host's memory"
@@ -267,6 +276,18 @@ def test_up_refuses_what_would_move_more_to_the_host_than_its_memory(tmp_path: P
     checked(shared())
     checked(shared(placement__rung=4), 0)
     checked(shared(placement__rung=4, run__device="cpu"))
+
+
+def test_up_says_at_the_start_that_inputs_of_layers_will_not_fit(tmp_path: Path) -> None:
+    def notice(gib: float, tokens: int, gpus: Sequence[float] = (H200,), **trainer: object) -> str:
+        flags = {f"trainer.{name}": value for name, value in {"micro_batch_tokens": tokens, **trainer}.items()}
+        return certain.inputs_notice(named(settings_with(tmp_path, **SEVEN), (), (), **flags), gpus, gib * 2**30)
+
+    said = "passes of trainer.micro_batch_tokens = 131,072 would keep 24.5 GiB of inputs of layers in this machine's memory, which has 24.0 GiB: the rest stays on the GPUs"
+    assert notice(24, 131_072) == said
+    assert notice(25, 131_072) == ""
+    assert "keep 49.0 GiB" in notice(25, 131_072, ranks=2)
+    assert notice(1, 16_384) == notice(1, 131_072, ()) == notice(1, 131_072, gradient_checkpointing=False) == ""
 
 
 def test_up_says_at_the_start_that_checkpoints_will_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

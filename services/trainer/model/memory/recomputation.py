@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from penstock.services.trainer.model.memory.offloading import OffloadedInputs
+
 _USED = 0.85
 """Usable share of the available memory."""
 _GROWTH = 4
@@ -69,12 +71,14 @@ class Recomputation:
 
     def __init__(self, policy: Any, most_tokens: int, device: torch.device, *, sharded: bool, automatic: bool) -> None:
         self._policy, self._most_tokens, self._device, self._sharded = policy, most_tokens, device, sharded
-        self._layers = _checkpointed(policy) if automatic else []
-        self._measures = bool(self._layers) and device.type == "cuda"
+        self._layers = _checkpointed(policy)
+        self._nested = {inner for layer in self._layers for inner in layer.modules() if inner is not layer}
+        self.inputs = OffloadedInputs(device, len(self._layers))
+        self._measures = automatic and bool(self._layers) and device.type == "cuda"
         self._tokens = self._peak = self._now = 0
         self._layer_bytes = 0.0
         """Per token, in the layer that keeps most."""
-        self.keep(Kept(min(1, len(self._layers))))
+        self.keep(Kept(min(int(automatic), len(self._layers))))
 
     def keep(self, kept: Kept) -> None:
         """Let the last layers keep activations: their backward passes come first."""
@@ -82,13 +86,16 @@ class Recomputation:
         self._policy.keeps_logits = kept.logits
         again = len(self._layers) - kept.layers
         for layer in self._layers[:again]:
-            layer._gradient_checkpointing_func = _computed_again
+            again_func = _computed_again if layer in self._nested else self.inputs.computed_again
+            layer._gradient_checkpointing_func = again_func
         for layer in self._layers[again:]:
             layer._gradient_checkpointing_func = _Keeping(layer, self._sharded, self._note)
 
     @contextlib.contextmanager
     def watching(self, tokens: int = 0) -> Iterator[None]:
         """Record the peak memory of a forward or backward pass."""
+        if tokens:
+            self.inputs.begin()
         self._now = tokens or self._now
         self._tokens = max(self._tokens, tokens)
         yield

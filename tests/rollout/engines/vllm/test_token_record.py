@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+from penstock.services.plan.memory import record_bytes
 from penstock.services.rollout.engines.vllm.runner_hooks import (
     _ROUTER_SHAPES,
     RunnerTap,
@@ -49,6 +50,25 @@ def let_go(record: TokenRecord, *names: str) -> dict[str, tuple[list[float], lis
         name: ([round(float(value), 4) for value in np.frombuffer(logprobs, np.float32)], versions)
         for name, logprobs, versions, _ in finished.rows()
     }
+
+
+@pytest.mark.parametrize(("requests", "tokens"), [(1, 16), (64, 1024), (70, 5000), (1024, 131_072)])
+def test_the_plan_counts_a_record_and_the_one_from_which_it_grows(
+    requests: int, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = list[int]()
+
+    def zeros(count: int, **_: Any) -> torch.Tensor:
+        sizes.append(4 * count)
+        return torch.empty(count, device="meta")
+
+    monkeypatch.setattr(torch, "zeros", zeros)
+    record = TokenRecord(CPU)
+    for number in range(requests):
+        record.admit(str(number), 5, 5, tokens)
+    has_grown = len(sizes) > 2  # the first is of no row
+    most = max(sizes[-1] + sizes[-2] * has_grown, sizes[-1])
+    assert most <= record_bytes(requests, tokens) + 8 <= 1.5 * sizes[-1] + 8
 
 
 def test_a_logprob_is_that_of_the_softmax_of_the_logits() -> None:
