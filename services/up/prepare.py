@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TextIO
 
 from penstock.services.client.coordinator import TOKEN_FILE
+from penstock.services.coordinator.admission import first_rows
 from penstock.services.plan.certain import check_gpus, check_host, visible_gpus
 from penstock.services.up import run_folder
 from penstock.services.up.continuation import check_steps_left, check_unchanged
@@ -21,7 +22,7 @@ from penstock.services.up.hub_revision import pinned
 from penstock.services.up.plan import executor_address, is_own_executor, metrics_ports
 from penstock.services.up.requirements import check_device, check_packages, functions_checked
 from penstock.shared.bus.client import connection
-from penstock.shared.dataset_source import absolute, check_kind, hub_dataset
+from penstock.shared.dataset_source import absolute
 from penstock.shared.errors import BusUnavailable, SettingsError
 from penstock.shared.files import temporary
 from penstock.shared.files.durable import write_whole
@@ -266,10 +267,7 @@ def _check_inputs(settings: Settings) -> None:
     for teacher in settings.reward.teachers:
         if not teacher.url:
             check_complete(teacher.setting, teacher.model)
-    for source in settings.data.sources:
-        _check_data(source, "data.path")
-    for held_out in settings.evaluation.held_out:
-        _check_data(held_out.path, settings.evaluation.setting_of(held_out))
+    first_rows.check(settings)
     _check_port(settings.coordinator.host, settings.coordinator.port, "coordinator.port")
     for setting, port in metrics_ports(settings):
         _check_port(own_host(settings), port, setting)
@@ -293,26 +291,6 @@ def _begins_with_messages(path: Path, settings: Settings) -> bool:
         return False
     prompt = row.get(settings.data.prompt_field, row.get("messages")) if isinstance(row, dict) else None
     return isinstance(prompt, list)
-
-
-def _check_data(source: str, setting: str) -> None:
-    if hub_dataset(source) is not None:  # the coordinator loads it first
-        return
-    path = Path(source)
-    if not path.exists():
-        raise SettingsError(f"no dataset at {path}: change {setting}")
-    if path.is_dir():
-        if not any(path.iterdir()):
-            raise SettingsError(f"the folder {path} is empty: change {setting}")
-        return
-    check_kind(path, setting)
-    try:
-        with path.open("rb") as file:
-            empty = not any(line.strip() for line in file)
-    except OSError as error:
-        raise SettingsError(f"could not read the dataset {path} ({error.strerror}): change {setting}") from error
-    if empty:
-        raise SettingsError(f"the dataset {path} is empty: change {setting}")
 
 
 def _check_port(host: str, port: int, setting: str) -> None:

@@ -1,0 +1,54 @@
+"""Refuse datasets whose first rows all cannot be used, as with wrong names of columns, before a run starts.
+
+The sentence is that of :func:`dataset.load <penstock.services.coordinator.admission.dataset.load>`, which reads all rows.
+"""
+
+import itertools
+from collections.abc import Sequence
+
+from penstock.services.coordinator.admission import dataset_files
+from penstock.services.coordinator.admission.dataset import SHOWN, check_answer, check_loaded, read_problem
+from penstock.services.coordinator.admission.dataset_files import BadRow, RowFilter
+from penstock.services.coordinator.admission.demonstrations import CompletionColumns, Kind
+from penstock.shared.dataset_source import hub_dataset
+from penstock.shared.settings import Settings
+from penstock.shared.settings.rewards.scorers import AnswerScorer
+from penstock.shared.settings.run import RunKind
+
+
+def check(settings: Settings) -> None:
+    """Look at each dataset up to its first usable row; those on a hub are left to the coordinator.
+
+    Raises:
+        SettingsError: a dataset has none among so many rows that it is refused whatever follows, or cannot be read.
+    """
+    kind, evaluation = settings.kind, settings.evaluation
+    teachers = [teacher.name for teacher in settings.reward.teachers]
+    for source in settings.data.sources:
+        _check(source, "data.path", settings, kind is not RunKind.SAMPLES, teachers, settings.data.filter)
+    for held_set in evaluation.held_out:
+        _check(held_set.path, evaluation.setting_of(held_set), settings, not kind.generates)
+
+
+def _check(
+    source: str, setting: str, settings: Settings, may_show: bool, teachers: Sequence[str] = (), condition: str = ""
+) -> None:
+    if hub_dataset(source) is not None:
+        return
+    data, scorers, columns = settings.data, settings.reward.scorers, CompletionColumns(settings)
+    names = [scorer.name for scorer in scorers]
+    comparing = [scorer for scorer in scorers if isinstance(scorer, AnswerScorer)]
+    kind, filtered, bad = Kind(columns), RowFilter(condition), []
+    for name, row in itertools.islice(dataset_files.read(source, setting), max(data.max_bad_rows + 1, SHOWN)):
+        try:
+            if isinstance(row, BadRow):
+                raise row
+            shown = may_show and kind.is_shown(name, row)
+            asked = columns.split(row)[0] if shown else row
+            problem = read_problem(name, asked, data, names, teachers=() if shown else teachers)
+            if filtered.keeps(row, problem.characters) and not shown:
+                check_answer(problem, data.answer_field, comparing)
+            return
+        except BadRow as error:
+            bad.append(f"{name}: {error}")
+    check_loaded(source, data, setting, 0, bad, 0)
