@@ -73,7 +73,7 @@ _MOST_PENDING = 1 << 20
 _MOST_LOST = 5
 """Times that a group is generated again because its versions are lost."""
 _ALONE_FROM = 2
-_AT_ONCE = 8
+_FETCHED_AT_ONCE = 8
 """Groups that are fetched together: they are large."""
 
 
@@ -191,8 +191,8 @@ class Intake:
 
     async def _hold_all(self, deliveries: Sequence[Delivery[Experience]]) -> None:
         """Fetch and look at a few groups at a time, and hold those that stay in their order."""
-        for start in range(0, len(deliveries), _AT_ONCE):
-            some = {each.entry_id: each for each in deliveries[start : start + _AT_ONCE]}
+        for start in range(0, len(deliveries), _FETCHED_AT_ONCE):
+            some = {each.entry_id: each for each in deliveries[start : start + _FETCHED_AT_ONCE]}
             for known_entry in some.keys() & self._entries:  # the bus has lost that it delivered it
                 del some[known_entry]
             self._entries.update(some)
