@@ -190,7 +190,7 @@ def _entry(plan: Plan, candidate: Candidate) -> dict[str, Any]:
 
 
 def without_derived(settings: Settings) -> dict[str, Any]:
-    """Return the tables of a run without the values that follow from the others, which nobody gave.
+    """Return the tables of a run without the values that follow from the others and were not given.
 
     >>> without_derived(Settings.model_validate({"sampling": {"max_new_tokens": 16384}}))
     {'sampling': {'max_new_tokens': 16384}}

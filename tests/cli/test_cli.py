@@ -21,7 +21,7 @@ from penstock.__main__ import command_line
 from penstock.services.cli import settings_help
 from penstock.services.cli.__main__ import main
 from penstock.services.client.coordinator import find
-from penstock.services.client.views import RunView
+from penstock.services.client.views import ReplicaView, RunView
 from penstock.services.up.display import view
 from penstock.services.up.prepare import prepare
 from penstock.services.up.supervisor import Ending
@@ -389,6 +389,15 @@ def test_a_run_is_one_line_in_a_log() -> None:
     assert view.line(RunView.model_validate(RUN)) == (
         "running  step 100/250  head 100  reward 0.712  held-out 0.745  in flight 61/64  lag 0.75  3,200 tokens/s  eta 1m35s"
     )
+
+
+def test_before_its_first_step_a_run_shows_what_is_in_flight_and_no_speed_of_0() -> None:
+    begun = RunView.model_validate(RUN | {"step": 0, "tokens_per_s": 0.0, "last": {}})
+    assert "  – tokens/s" in view.line(begun)
+    replica = ReplicaView(service="rollout", replica="rollout-0", state="working", values={"held": 12.0})
+    assert view.row_of(replica).note == "12 in flight"
+    assert view.row_of(replica.model_copy(update={"values": {"held": 0.0}})).note == ""
+    assert view.row_of(replica.model_copy(update={"last_error": "no source"})).note == "no source"
 
 
 def test_a_supervised_run_shows_its_loss_and_how_many_pairs_it_orders() -> None:

@@ -20,7 +20,7 @@ def check(settings: Settings) -> None:
     """Look at each dataset up to its first usable row; those on a hub are left to the coordinator.
 
     Raises:
-        SettingsError: a dataset has none among so many rows that it is refused whatever follows, or cannot be read.
+        SettingsError: the first ``data.max_bad_rows`` + 1 rows of a dataset are bad, or it cannot be read.
     """
     kind, evaluation = settings.kind, settings.evaluation
     teachers = [teacher.name for teacher in settings.reward.teachers]
