@@ -446,7 +446,7 @@ BAD = {
     ),
     "a folder without a model": (["--policy.model", "."], "has no config.json: change policy.model"),
     "no dataset": (["--data.path", "none.jsonl"], "none.jsonl: change data.path"),
-    "empty dataset": (["--data.path", "empty.jsonl"], "empty: change data.path"),
+    "empty dataset": (["--data.path", "empty.jsonl"], "it has no rows: change data.path"),
     "a dataset of another kind": (
         ["--data.path", "a-file"],
         "expected .jsonl, .parquet, or a folder of a Hugging Face",

@@ -16,25 +16,31 @@ from penstock.shared.settings.rewards.scorers import AnswerScorer
 from penstock.shared.settings.run import RunKind
 
 
-def check(settings: Settings) -> None:
-    """Look at each dataset up to its first usable row; those on a hub are left to the coordinator.
+def check(settings: Settings) -> bool:
+    """Look at each dataset up to its first usable row; those on a hub are left to the coordinator. Return whether one of these
+    rows asks by chat messages.
 
     Raises:
         SettingsError: the first ``data.max_bad_rows`` + 1 rows of a dataset are bad, or it cannot be read.
     """
     kind, evaluation = settings.kind, settings.evaluation
     teachers = [teacher.name for teacher in settings.reward.teachers]
-    for source in settings.data.sources:
-        _check(source, "data.path", settings, kind is not RunKind.SAMPLES, teachers, settings.data.filter)
-    for held_set in evaluation.held_out:
-        _check(held_set.path, evaluation.setting_of(held_set), settings, not kind.generates)
+    asked = [
+        _asks_by_messages(source, "data.path", settings, kind is not RunKind.SAMPLES, teachers, settings.data.filter)
+        for source in settings.data.sources
+    ]
+    asked += [
+        _asks_by_messages(held_set.path, evaluation.setting_of(held_set), settings, not kind.generates)
+        for held_set in evaluation.held_out
+    ]
+    return any(asked)
 
 
-def _check(
+def _asks_by_messages(
     source: str, setting: str, settings: Settings, may_show: bool, teachers: Sequence[str] = (), condition: str = ""
-) -> None:
+) -> bool:
     if hub_dataset(source) is not None:
-        return
+        return bool(settings.data.system)
     data, scorers, columns = settings.data, settings.reward.scorers, CompletionColumns(settings)
     names = [scorer.name for scorer in scorers]
     comparing = [scorer for scorer in scorers if isinstance(scorer, AnswerScorer)]
@@ -48,7 +54,8 @@ def _check(
             problem = read_problem(name, asked, data, names, teachers=() if shown else teachers)
             if filtered.keeps(row, problem.characters) and not shown:
                 check_answer(problem, data.answer_field, comparing)
-            return
+            return problem.messages is not None
         except BadRow as error:
             bad.append(f"{name}: {error}")
     check_loaded(source, data, setting, 0, bad, 0)
+    raise AssertionError(f"{source} has usable rows")
