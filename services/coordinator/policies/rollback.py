@@ -50,7 +50,7 @@ def request(rollback: Rollback) -> dict[str, Json]:
     return {"version": rollback.target, "rollback": rollback.id}
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(eq=False)
 class Rollbacks:
     bus: Bus
     ledger: Ledger

@@ -47,7 +47,7 @@ ORDERS = {
 }
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(eq=False)
 class Steering:
     bus: Bus
     ledger: Ledger

@@ -29,7 +29,7 @@ def held_since(beats: Sequence[Heartbeat], until_s: float) -> dict[tuple[str, st
     return since
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(eq=False)
 class GpuHours:
     """The leader's loop."""
 

@@ -22,7 +22,7 @@ _LEAST_GAP_S = 5.0
 """A shorter one may be a change of the leader."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(eq=False)
 class RunClock:
     bus: Bus
     ledger: Ledger
