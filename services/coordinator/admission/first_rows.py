@@ -25,15 +25,10 @@ def check(settings: Settings) -> bool:
     """
     kind, evaluation = settings.kind, settings.evaluation
     teachers = [teacher.name for teacher in settings.reward.teachers]
-    asked = [
-        _asks_by_messages(source, "data.path", settings, kind is not RunKind.SAMPLES, teachers, settings.data.filter)
-        for source in settings.data.sources
-    ]
-    asked += [
-        _asks_by_messages(held_set.path, evaluation.setting_of(held_set), settings, not kind.generates)
-        for held_set in evaluation.held_out
-    ]
-    return any(asked)
+    may_show, condition = kind is not RunKind.SAMPLES, settings.data.filter
+    ask = [(source, "data.path", settings, may_show, teachers, condition) for source in settings.data.sources]
+    sets = [(of.path, evaluation.setting_of(of), settings, not kind.generates) for of in evaluation.held_out]
+    return any([*(_asks_by_messages(*each) for each in ask), *(_asks_by_messages(*each) for each in sets)])
 
 
 def _asks_by_messages(
