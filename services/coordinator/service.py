@@ -62,7 +62,7 @@ from penstock.shared.bus.stores.replicas.heartbeats import heartbeats
 from penstock.shared.bus.stores.replicas.live_settings import Live
 from penstock.shared.bus.stores.run.registry import keep_registered, registered_settings
 from penstock.shared.errors import SettingsError
-from penstock.shared.files.durable import LEAST_BYTES, free_bytes
+from penstock.shared.files.durable import no_space
 from penstock.shared.inputs import INPUTS, Inputs, read_inputs, settle_inputs
 from penstock.shared.placement.grants import DeviceGrants
 from penstock.shared.process.service import Context, serve
@@ -348,13 +348,8 @@ def fitting_guards(settings: Settings) -> GuardsSettings:
 
 def _room(folder: Path, recorder: Recorder) -> list[NoticeView]:
     notices = []
-    if (free := free_bytes(folder)) < LEAST_BYTES:
-        text = (
-            f"no disk space: {free / 2**20:.1f} MiB are free on the disk of {folder}: free disk space there, and the "
-            f"run "
-            f"continues"
-        )
-        notices.append(notice("room", "error", text))
+    if full := no_space(folder):
+        notices.append(notice("room", "error", f"{full}: free disk space there, and the run continues"))
     if recorder.trouble:
         notices.append(notice("records", "error", recorder.trouble))
     return notices

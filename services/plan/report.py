@@ -1,7 +1,7 @@
 """A plan as text for people, as JSON for programs, and as the run's TOML file."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -202,8 +202,37 @@ def _entry(plan: Plan, candidate: Candidate) -> dict[str, Any]:
     }
 
 
-def _run_values(settings: Settings, candidate: Candidate, cluster: Cluster) -> dict[str, Any]:
+def without_derived(settings: Settings) -> dict[str, Any]:
+    """Return the tables of a run without the values that follow from the others and were not given.
+
+    >>> without_derived(Settings.model_validate({"sampling": {"max_new_tokens": 16384}}))
+    {'sampling': {'max_new_tokens': 16384}}
+    """
     values = settings.model_dump(mode="json", exclude_unset=True, exclude_none=True)
+    _drop_derived(values, Settings().model_dump(mode="json"), lambda: Settings.model_validate(values) == settings)
+    return values
+
+
+def _drop_derived(table: dict[str, Any], plain: object, is_same: Callable[[], bool]) -> None:
+    defaults = plain if isinstance(plain, dict) else {}
+    for name, value in list(table.items()):
+        before = dict(table)
+        if isinstance(value, dict):
+            _drop_derived(value, defaults.get(name), is_same)
+        if value if isinstance(value, dict) else value == defaults.get(name):
+            continue
+        del table[name]
+        try:
+            is_derived = is_same()
+        except ValueError:
+            is_derived = False
+        if not is_derived:  # in its place
+            table.clear()
+            table.update(before)
+
+
+def _run_values(settings: Settings, candidate: Candidate, cluster: Cluster) -> dict[str, Any]:
+    values = without_derived(settings)
     layout, trainer = candidate.layout, candidate.layout.trainer
     table, rollout = values.setdefault("trainer", {}), values.setdefault("rollout", {})
     table |= {name: getattr(trainer, name) for name in ("zero_stage", "optimizer", "offload")}

@@ -1,8 +1,6 @@
 """Draw turns of episodes, which their service asks for as token ids over connections of its own (``penstock.shared.peers.turns``)."""
 
 import asyncio
-import logging
-import socket
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
@@ -16,17 +14,12 @@ from penstock.shared.bus.worker import ENDS_PROCESS
 from penstock.shared.errors import NotHere, PeerError, PermanentError
 from penstock.shared.peers import frames
 from penstock.shared.peers.addresses import listen, reachable
-from penstock.shared.peers.handshake import Newcomers, admit_async
-from penstock.shared.peers.keep_alive import keep_alive
+from penstock.shared.peers.server import serve_peers
 from penstock.shared.peers.turns import DrawnTurn, TurnRequest, read_request
 from penstock.shared.process.service import Context
 
-log = logging.getLogger(__name__)
-
 Draw = Callable[[GenerationRequest, PolicyVersion, Purpose], Awaitable[GeneratedGroup]]
 """``Generation.draw``."""
-_STRANGERS = 64
-_HANDSHAKE_S = 10.0
 
 
 class TurnListener:
@@ -38,52 +31,14 @@ class TurnListener:
         self._taking = context.cordon.taking
         self._engine, self._codec, self._generate = engine, codec, draw
         self._listener = listen(context.host, 0, "run.host")
-        self._strangers = Newcomers(_STRANGERS)
         self._running = 0
         context.status.turns = f"{reachable(context.host)}:{self._listener.getsockname()[1]}"
 
     async def run(self) -> None:
         """Serve until cancelled. Raises what ends the process, such as a dead engine."""
-        broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        connections: set[asyncio.Task[None]] = set()
-
-        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            task = asyncio.current_task()
-            assert task is not None
-            connections.add(task)
-            try:
-                await self._serve(reader, writer)
-            except asyncio.CancelledError:
-                return  # asyncio reports handlers that were cancelled as errors
-            except ENDS_PROCESS as error:
-                if not broken.done():
-                    broken.set_exception(error)
-            except (PeerError, OSError, TimeoutError) as error:
-                log.debug("a connection for turns ended", extra={"reason": str(error)})
-            except Exception:
-                log.exception("a connection for turns broke")
-            finally:
-                connections.discard(task)
-                writer.close()
-
-        server = await asyncio.start_server(serve, sock=self._listener)
-        try:
-            await broken
-        finally:
-            server.close()
-            for task in connections:
-                task.cancel()
-            await asyncio.gather(*connections, return_exceptions=True)
+        await serve_peers(self._listener, self._secret, self._serve, "turns", ENDS_PROCESS)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        connection: socket.socket = writer.get_extra_info("socket")
-        keep_alive(connection)
-        self._strangers.enter(writer, writer.close)
-        try:
-            async with asyncio.timeout(_HANDSHAKE_S):
-                await admit_async(reader, writer, self._secret())
-        finally:
-            self._strangers.leave(writer)
         asked = asyncio.create_task(frames.receive_async(reader))
         try:
             while True:

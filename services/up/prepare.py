@@ -6,7 +6,6 @@ Errors are one sentence, before any process starts.
 import asyncio
 import contextlib
 import dataclasses
-import json
 import os
 import socket
 from collections.abc import Iterator, Sequence
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import TextIO
 
 from penstock.services.client.coordinator import TOKEN_FILE
+from penstock.services.coordinator.admission import first_rows
 from penstock.services.plan.certain import check_gpus, check_host, visible_gpus
 from penstock.services.up import run_folder
 from penstock.services.up.continuation import check_steps_left, check_unchanged
@@ -21,7 +21,7 @@ from penstock.services.up.hub_revision import pinned
 from penstock.services.up.plan import executor_address, is_own_executor, metrics_ports
 from penstock.services.up.requirements import check_device, check_packages, functions_checked
 from penstock.shared.bus.client import connection
-from penstock.shared.dataset_source import absolute, check_kind, hub_dataset
+from penstock.shared.dataset_source import absolute
 from penstock.shared.errors import BusUnavailable, SettingsError
 from penstock.shared.files import temporary
 from penstock.shared.files.durable import write_whole
@@ -39,8 +39,6 @@ from penstock.shared.text.redaction import HIDDEN, redact
 
 EMBEDDED = "embedded"
 _BUS_CHECK_S = 6.0
-_LONGEST_LOOK = 1 << 20
-"""Bytes of a data file's line that are looked at."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -173,30 +171,22 @@ def _resolved(settings: Settings, known: Sequence[str] = ()) -> Settings:
     )
     settings = _with_critic(settings)
     settings = _with(settings, "reward", scorers=tuple(map(_with_absolute_model, settings.reward.scorers)))
-    by_dataset = {_absolute_source(source, known): others for source, others in settings.sampling.by_dataset.items()}
+    by_dataset = {pinned(absolute(of), "data.path", known): its for of, its in settings.sampling.by_dataset.items()}
     settings = _with(settings, "sampling", by_dataset=by_dataset)
-    settings = _with(settings, "data", path=_with_absolute_sources(settings.data.path, known))
+    settings = _with(settings, "data", path=_sources(settings.data.path, known))
     return _with_absolute_sets(settings, known)
 
 
-def _with_absolute_sources(path: str | dict[str, float], known: Sequence[str]) -> str | dict[str, float]:
+def _sources(path: str | dict[str, float], known: Sequence[str]) -> str | dict[str, float]:
     if isinstance(path, dict):
-        return {_absolute_source(source, known): weight for source, weight in path.items()}
-    return _absolute_source(path, known)
-
-
-def _absolute_source(source: str, known: Sequence[str]) -> str:
-    return pinned(absolute(source), "data.path", known)
+        return {pinned(absolute(source), "data.path", known): weight for source, weight in path.items()}
+    return pinned(absolute(path), "data.path", known)
 
 
 def _with_absolute_sets(settings: Settings, known: Sequence[str]) -> Settings:
-    def held_out(source: str) -> str:
-        return pinned(absolute(source), "evaluation.path", known)
-
-    path = settings.evaluation.path
-    if isinstance(path, dict):
-        return _with(settings, "evaluation", path={name: held_out(set_path) for name, set_path in path.items()})
-    return settings if path is None else _with(settings, "evaluation", path=held_out(path))
+    sets = {name: pinned(absolute(path), "evaluation.path", known) for name, path in settings.evaluation.paths.items()}
+    is_single = not isinstance(settings.evaluation.path, dict)
+    return _with(settings, "evaluation", path=next(iter(sets.values()), None) if is_single else sets)
 
 
 def _with_critic(settings: Settings) -> Settings:
@@ -257,7 +247,6 @@ def _check_inputs(settings: Settings) -> None:
     check_device(settings, len(gpus))
     check_gpus(settings, gpus)
     check_host(settings, len(gpus), host_bytes()[0])
-    check_tokenizer(*settings.policy.tokenizer_source, for_messages=_has_messages(settings))
     if settings.algorithm.needs_critic and settings.algorithm.critic.model:
         check_complete("algorithm.critic.model", settings.algorithm.critic.model)
     for scorer in settings.reward.scorers:
@@ -266,53 +255,12 @@ def _check_inputs(settings: Settings) -> None:
     for teacher in settings.reward.teachers:
         if not teacher.url:
             check_complete(teacher.setting, teacher.model)
-    for source in settings.data.sources:
-        _check_data(source, "data.path")
-    for held_out in settings.evaluation.held_out:
-        _check_data(held_out.path, settings.evaluation.setting_of(held_out))
+    check_tokenizer(*settings.policy.tokenizer_source, for_messages=first_rows.check(settings))
     _check_port(settings.coordinator.host, settings.coordinator.port, "coordinator.port")
     for setting, port in metrics_ports(settings):
         _check_port(own_host(settings), port, setting)
     if settings.bus.url != EMBEDDED:
         asyncio.run(_check_bus(settings.bus.url))
-
-
-def _has_messages(settings: Settings) -> bool:
-    """Return whether prompts are chat messages, as far as the first lines show it."""
-    sources = [*settings.data.sources, *(held_out.path for held_out in settings.evaluation.held_out)]
-    return bool(settings.data.system) or any(_begins_with_messages(Path(path), settings) for path in sources)
-
-
-def _begins_with_messages(path: Path, settings: Settings) -> bool:
-    if path.suffix != ".jsonl" or not path.is_file():
-        return False
-    try:
-        with path.open("rb") as file:
-            row = json.loads(next(filter(bytes.strip, iter(lambda: file.readline(_LONGEST_LOOK), b""))))
-    except (OSError, ValueError, StopIteration, RecursionError):  # told by the checks of the data
-        return False
-    prompt = row.get(settings.data.prompt_field, row.get("messages")) if isinstance(row, dict) else None
-    return isinstance(prompt, list)
-
-
-def _check_data(source: str, setting: str) -> None:
-    if hub_dataset(source) is not None:  # the coordinator loads it first
-        return
-    path = Path(source)
-    if not path.exists():
-        raise SettingsError(f"no dataset at {path}: change {setting}")
-    if path.is_dir():
-        if not any(path.iterdir()):
-            raise SettingsError(f"the folder {path} is empty: change {setting}")
-        return
-    check_kind(path, setting)
-    try:
-        with path.open("rb") as file:
-            empty = not any(line.strip() for line in file)
-    except OSError as error:
-        raise SettingsError(f"could not read the dataset {path} ({error.strerror}): change {setting}") from error
-    if empty:
-        raise SettingsError(f"the dataset {path} is empty: change {setting}")
 
 
 def _check_port(host: str, port: int, setting: str) -> None:

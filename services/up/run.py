@@ -231,7 +231,7 @@ def _row(child: Child, seen: RunSnapshot) -> ViewRow:
         return ViewRow(
             child.plan.name, child.state.value, None, used, child.restarts, child.pid, note or child.last_death
         )
-    note = replica.last_error or activity(replica) or child.last_death
+    note = replica.last_error or child.last_death or activity(replica)
     return ViewRow(
         child.plan.name, replica.state, replica.version, replica.memory_bytes, child.restarts, child.pid, note
     )

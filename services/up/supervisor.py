@@ -24,7 +24,7 @@ from penstock.services.up.plan import (
 from penstock.services.up.process import Child, ChildState, ProcessFailure, Restarts, Surroundings
 from penstock.shared.bus.client import connection
 from penstock.shared.errors import BusUnavailable, SettingsError
-from penstock.shared.files.durable import LEAST_BYTES, UpdatedFile, free_bytes
+from penstock.shared.files.durable import UpdatedFile, no_space
 from penstock.shared.text.redaction import redact
 
 _BUS_START_S = 30.0
@@ -151,10 +151,10 @@ class Supervisor:
             return STOP_ORDER
         if self._ending is not None and self._ending.code == TERMINATED:
             return STOP_ORDER_AT_ONCE
-        if free_bytes(self._run_folder) >= LEAST_BYTES:
+        if not (full := no_space(self._run_folder)):
             return STOP_ORDER
         self._tell(
-            f"the disk of {self._run_folder} is full, so that the bus takes no work back and no checkpoint can be "
+            f"{full}, so that the bus takes no work back and no checkpoint can be "
             "written: all processes stop at the same time, and the resumed run does their work again"
         )
         return STOP_ORDER_AT_ONCE
@@ -199,7 +199,7 @@ class Supervisor:
 
     async def _step_without(self, service: str) -> int | None:
         """Return the run's step, or None if it waits for something other than ``service``, or needs no ``service``."""
-        if service in (TRACKING, PROMETHEUS) or free_bytes(self._run_folder) < LEAST_BYTES:
+        if service in (TRACKING, PROMETHEUS) or no_space(self._run_folder):
             return None
         if service != VALKEY:
             try:
@@ -228,8 +228,9 @@ class Supervisor:
             if answers != is_silent or child.state is not ChildState.READY or child.pid != pid:
                 continue
             is_silent = not answers
-            why = f"has not answered for {SILENT_S:.0f} s: it is frozen, or short of processor time"
-            self._tell(f"{child.plan.name} {'answers again' if answers else why}")
+            why = no_space(self._run_folder) or "it is frozen, or short of processor time"
+            said = "answers again" if answers else f"has not answered for {SILENT_S:.0f} s: {why}"
+            self._tell(f"{child.plan.name} {said}")
 
     async def _rotate_logs(self) -> None:
         while True:

@@ -105,6 +105,11 @@ def free_bytes(folder: Path) -> int:
     return filesystem.f_bavail * filesystem.f_frsize
 
 
+def no_space(folder: Path) -> str:
+    """Return the sentence that the disk of ``folder``, which may not exist yet, is full, or ""."""
+    return "" if free_bytes(existing(folder)) >= LEAST_BYTES else f"no space left on the disk of {folder}"
+
+
 def flush(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:

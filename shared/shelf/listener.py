@@ -2,21 +2,14 @@
 
 import asyncio
 import hashlib
-import logging
-import socket
 
 from penstock.shared.errors import PeerError
 from penstock.shared.peers import frames
 from penstock.shared.peers.addresses import listen
-from penstock.shared.peers.handshake import Newcomers, Secret, admit_async
-from penstock.shared.peers.keep_alive import keep_alive
+from penstock.shared.peers.handshake import Secret
+from penstock.shared.peers.server import serve_peers
 from penstock.shared.shelf import protocol
 from penstock.shared.shelf.store import ShelfFull, Store
-
-log = logging.getLogger(__name__)
-
-_STRANGERS = 64
-_HANDSHAKE_S = 10.0
 
 
 class Listener:
@@ -25,47 +18,13 @@ class Listener:
     def __init__(self, store: Store, replica: str, host: str, secret: Secret) -> None:
         self._store, self._replica, self._secret = store, replica, secret
         self._listener = listen(host, 0, "run.host")
-        self._strangers = Newcomers(_STRANGERS)
         self.port: int = self._listener.getsockname()[1]
 
     async def run(self) -> None:
         """Serve until cancelled."""
-        connections: set[asyncio.Task[None]] = set()
-
-        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            task = asyncio.current_task()
-            assert task is not None
-            connections.add(task)
-            try:
-                await self._serve(reader, writer)
-            except asyncio.CancelledError:
-                return  # asyncio reports handlers that were cancelled as errors
-            except (PeerError, OSError, TimeoutError) as error:
-                log.debug("a connection to the shelf ended", extra={"reason": str(error)})
-            except Exception:
-                log.exception("a connection to the shelf broke")
-            finally:
-                connections.discard(task)
-                writer.close()
-
-        server = await asyncio.start_server(serve, sock=self._listener)
-        try:
-            await asyncio.Event().wait()
-        finally:
-            server.close()
-            for task in connections:
-                task.cancel()
-            await asyncio.gather(*connections, return_exceptions=True)
+        await serve_peers(self._listener, self._secret, self._serve, "shelf")
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        connection: socket.socket = writer.get_extra_info("socket")
-        keep_alive(connection)
-        self._strangers.enter(writer, writer.close)
-        try:
-            async with asyncio.timeout(_HANDSHAKE_S):
-                await admit_async(reader, writer, self._secret())
-        finally:
-            self._strangers.leave(writer)
         while True:
             request = await protocol.hear(reader)
             if "put" in request:

@@ -41,13 +41,14 @@ def poll(done: Callable[[], bool], deadline_s: float, purpose: str, interrupt: I
 
 
 def bounded(
-    call: Callable[[], T],
+    call: Callable[[Interrupt], T],
     deadline_s: float,
     purpose: str,
     interrupt: Interrupt = uninterrupted,
     discard: Callable[[T], None] = lambda late: None,
 ) -> T:
-    """Run ``call()`` in a thread and return its result; ``discard`` gets a late one there.
+    """Run ``call`` in a thread and return its result; ``discard`` gets a late one there. ``call`` is given an interrupt, by
+    which its own waits end once its result is not waited for any longer.
 
     Raises WeightsError on timeout, interruption, or failure (from its own error).
     """
@@ -63,7 +64,7 @@ def bounded(
 
 
 class _Attempt(Generic[T]):
-    def __init__(self, call: Callable[[], T], discard: Callable[[T], None]) -> None:
+    def __init__(self, call: Callable[[Interrupt], T], discard: Callable[[T], None]) -> None:
         self._call = call
         self._discard = discard
         self._lock = threading.Lock()
@@ -74,7 +75,7 @@ class _Attempt(Generic[T]):
 
     def run(self) -> None:
         try:
-            result = self._call()
+            result = self._call(self._end_if_left)
         except Exception as error:  # noqa: BLE001 - handed to the caller, who raises it
             self.error = error
             self.ended.set()
@@ -86,6 +87,10 @@ class _Attempt(Generic[T]):
                 self.ended.set()
         if late:
             self._discard(result)
+
+    def _end_if_left(self) -> None:
+        if self._left:
+            raise WeightsError("no process waits any longer")
 
     def leave(self) -> None:
         with self._lock:

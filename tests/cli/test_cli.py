@@ -21,7 +21,7 @@ from penstock.__main__ import command_line
 from penstock.services.cli import settings_help
 from penstock.services.cli.__main__ import main
 from penstock.services.client.coordinator import find
-from penstock.services.client.views import RunView
+from penstock.services.client.views import ReplicaView, RunView
 from penstock.services.up.display import view
 from penstock.services.up.prepare import prepare
 from penstock.services.up.supervisor import Ending
@@ -391,6 +391,15 @@ def test_a_run_is_one_line_in_a_log() -> None:
     )
 
 
+def test_before_its_first_step_a_run_shows_what_is_in_flight_and_no_speed_of_0() -> None:
+    begun = RunView.model_validate(RUN | {"step": 0, "tokens_per_s": 0.0, "last": {}})
+    assert "  – tokens/s" in view.line(begun)
+    replica = ReplicaView(service="rollout", replica="rollout-0", state="working", values={"held": 12.0})
+    assert view.row_of(replica).note == "12 in flight"
+    assert view.row_of(replica.model_copy(update={"values": {"held": 0.0}})).note == ""
+    assert view.row_of(replica.model_copy(update={"last_error": "no source"})).note == "no source"
+
+
 def test_a_supervised_run_shows_its_loss_and_how_many_pairs_it_orders() -> None:
     supervised = RunView.model_validate(RUN | {"last": {"loss": 0.576, "preference_accuracy": 0.75, "lag_mean": 1.0}})
     assert "  loss 0.576  pairs ordered 75%  held-out 0.745  " in view.line(supervised)
@@ -437,7 +446,7 @@ BAD = {
     ),
     "a folder without a model": (["--policy.model", "."], "has no config.json: change policy.model"),
     "no dataset": (["--data.path", "none.jsonl"], "none.jsonl: change data.path"),
-    "empty dataset": (["--data.path", "empty.jsonl"], "empty: change data.path"),
+    "empty dataset": (["--data.path", "empty.jsonl"], "it has no rows: change data.path"),
     "a dataset of another kind": (
         ["--data.path", "a-file"],
         "expected .jsonl, .parquet, or a folder of a Hugging Face",

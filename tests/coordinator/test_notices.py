@@ -149,6 +149,8 @@ def test_a_replica_is_silent_until_another_of_its_service_has_started_after_it()
     told = [entry.text for entry in silent({"rollout-0": 7.4}, status(RunState.RUNNING))]
     assert told == ["rollout-0 has sent no heartbeat for 7 s: it is frozen, has died, or does not reach the bus"]
     assert silent({"rollout-0": 7.4}, status(RunState.FINISHED)) == []
+    (full,) = silent({"rollout-0": 7.4}, status(RunState.RUNNING), "no space left on the disk of runs/a")
+    assert full.text == "rollout-0 has sent no heartbeat for 7 s: no space left on the disk of runs/a"
     dead = dataclasses.replace(beat("reward-a"), seen_at_s=100.0)
     older, newer = (dataclasses.replace(beat("reward-b"), started_at_s=at_s) for at_s in (99.0, 101.0))
     other = dataclasses.replace(beat("rollout-0"), service="rollout", started_at_s=101.0)

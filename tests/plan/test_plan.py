@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import textwrap
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from penstock.services.plan.layouts import GpuLayout, Placement
 from penstock.services.plan.measured import measured
 from penstock.services.plan.memory import peak
 from penstock.services.plan.rates import checkpoint_seconds, transfer_seconds
+from penstock.services.plan.report import without_derived, write
 from penstock.services.plan.workload import workload_of
 from penstock.services.up import disk_space
 from penstock.services.up.disk_space import checkpoint_notice
@@ -139,6 +141,28 @@ def test_the_command_prints_json_and_writes_what_the_settings_accept(
     in_turn = written.placement.mode == "shared"
     replicas = written.rollout.replicas * written.rollout.vllm.tensor_parallel_size
     assert (written.trainer.ranks, replicas) == (4, 4) if in_turn else written.trainer.ranks + replicas == 4
+
+
+def test_the_written_file_has_no_value_that_follows_from_the_others(tmp_path: Path) -> None:
+    flags = ["--sampling.max_new_tokens", "16384", "--run.seed", "0", "--algorithm.max_lag", "2"]
+    settings = settings_of(None, flags)
+    assert settings.algorithm.on_stale == "mask", "which follows from the length"
+    write(make(settings, "8xH100", "7b"), tmp_path / "run.toml")
+    tables = tomllib.loads((tmp_path / "run.toml").read_text())
+    assert {
+        name: tables.get(name) for name in ("run", "sampling", "algorithm", "guards", "internal", "evaluation")
+    } == {
+        "run": {"seed": 0},  # the default, but given
+        "sampling": {"max_new_tokens": 16384},
+        "algorithm": {"max_lag": 2},
+        "guards": None,
+        "internal": None,
+        "evaluation": None,
+    }
+    written = load(tmp_path / "run.toml", environment={})
+    assert (written.algorithm, written.guards) == (settings.algorithm, settings.guards)
+    preset = loads('[algorithm]\npreset = "dapo"', "run.toml")
+    assert without_derived(preset) == {"algorithm": {"preset": "dapo"}}
 
 
 def test_models_of_the_reward_service_on_a_gpu_are_said_not_to_be_counted() -> None:

@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from penstock.services.coordinator.service import load_data
 from penstock.services.up import requirements
 from penstock.services.up.prepare import prepare
 from penstock.shared import extras
 from penstock.shared.errors import SettingsError
 from penstock.shared.extras import install_advice
 from penstock.shared.preflight.finding import failed
-from penstock.shared.settings import loads
+from penstock.shared.settings import load, loads
 from tests.support.model_folders import write_model
 
 ROOT = Path(__file__).parents[2]
@@ -72,6 +73,40 @@ def test_functions_that_can_be_imported_are_accepted(config: Path) -> None:
     run = prepare(config, None, ["--algorithm.loss=mine:loss", scorers])
     run.lock.close()
     assert (config.parent / "runs" / "latest").readlink().name == run.folder.name
+
+
+@pytest.mark.parametrize(
+    ("rows", "flags", "bad"),
+    [
+        (['{"question": "1+1=", "answer": "2"}'], (), "train.jsonl:1: expected a column 'prompt' or 'messages'"),
+        (['{"question": "1+1="}'] * 30, ("--data.max_bad_rows=3",), "train.jsonl:5: expected a column 'prompt'"),
+        (['{"prompt": "1+1=", "solution": "2"}'], (), "expected a reference answer in 'answer' for scorer 'answer'"),
+        (['{"prompt": "1+1=", "text": "2"}'], ("--algorithm.loss=cross_entropy",), "expected a completion in "),
+        (['{"prompt": "1+1=", "answer": "2"}'], ("--data.filter=level < 3",), "in 'level', as data.filter needs it"),
+        ([], (), "it has no rows: change data.path"),
+    ],
+)
+def test_rows_without_the_columns_of_the_settings_are_refused_as_the_coordinator_refuses_them(
+    config: Path, rows: list[str], flags: tuple[str, ...], bad: str
+) -> None:
+    data = config.parent / "train.jsonl"
+    data.write_text("\n".join(rows))
+    flags = (*flags, f"--data.path={data}")
+    told = refusal(config, *flags)
+    assert bad in told
+    if "--algorithm.loss=cross_entropy" not in flags:  # of which the coordinator opens the tokenizer
+        with pytest.raises(SettingsError, match=re.escape(told)):
+            load_data(load(config, flags))
+
+
+def test_a_usable_row_among_the_first_ones_leaves_the_judgement_to_the_coordinator(config: Path) -> None:
+    (config.parent / "train.jsonl").write_text('{"question": ""}\n{"prompt": "1+1=", "answer": "2"}\n')
+    prepare(config, None, []).lock.close()
+
+
+def test_held_out_rows_without_the_columns_are_refused_by_the_setting_of_their_set(config: Path) -> None:
+    (config.parent / "held.jsonl").write_text('{"question": "1+1=", "answer": "2"}\n')
+    assert "or change evaluation.path.sums or the columns" in refusal(config, '--evaluation.path={sums="held.jsonl"}')
 
 
 def test_a_missing_gpu_is_refused_where_one_is_required(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -340,7 +340,7 @@ async def test_on_a_full_disk_no_process_waits_until_another_has_given_up_its_wo
             code, output = up.wait()
     assert code == 130
     assert sorted(path.stem for path in up.scripts.glob("*.ended")) == names
-    assert f"the disk of {up.run_folder} is full, so that the bus takes no work back" in output
+    assert f"no space left on the disk of {up.run_folder}, so that the bus takes no work back" in output
 
 
 async def test_on_sigterm_after_which_a_node_waits_seconds_all_processes_stop_at_the_same_time(up: Up) -> None:

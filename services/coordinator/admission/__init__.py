@@ -1,5 +1,5 @@
 """Admission of prompts from the dataset.
 
-hub ──▶ dataset_files ──▶ row_filter ──▶ dataset ──▶ mixing ──▶ admission ──▶ prompts
+hub ──▶ dataset_files ──▶ dataset ──▶ mixing ──▶ admission ──▶ prompts
                          demonstrations ───┘                           └──▶ experience (demonstrations)
 """

@@ -67,36 +67,22 @@ def drawn_by(settings: SamplingSettings, samples: int, temperature: float) -> Sa
     return dataclasses.replace(sampling, min_new_tokens=settings.min_new_tokens, stop=settings.stop)
 
 
+@dataclasses.dataclass(eq=False)
 class Admission:
-    """Admit the problems of one dataset.
+    """Admit the problems of one dataset."""
 
-    Args:
-        terms: returns the current terms.
-        gate: whether admission may begin.
-        shortage: whether the bus has memory.
-    """
-
-    def __init__(
-        self,
-        bus: Bus,
-        ledger: Ledger,
-        dataset: Dataset,
-        order: EpochOrder | MixedOrder | Curriculum,
-        terms: Callable[[], Terms],
-        gate: Callable[[], bool],
-        shortage: Shortage,
-        poll_s: float = 0.03,
-    ) -> None:
-        self._bus = bus
-        self._ledger = ledger
-        self._dataset = dataset
-        self._order = order
-        self._terms = terms
-        self._gate = gate
-        self._shortage = shortage
-        self._poll_s = poll_s
-        self._wake = asyncio.Event()
-        self._followed: PolicyVersion | None = None
+    bus: Bus
+    ledger: Ledger
+    dataset: Dataset
+    order: EpochOrder | MixedOrder | Curriculum
+    terms: Callable[[], Terms]
+    """Return the current terms."""
+    gate: Callable[[], bool]
+    """Whether admission may begin."""
+    shortage: Shortage
+    poll_s: float = 0.03
+    _wake: asyncio.Event = dataclasses.field(default_factory=asyncio.Event, init=False)
+    _followed: PolicyVersion | None = dataclasses.field(default=None, init=False)
 
     def wake(self) -> None:
         """Check for free slots now."""
@@ -105,9 +91,9 @@ class Admission:
     async def run(self) -> None:
         """Admit until cancelled."""
         while True:
-            if not self._gate() or not await self._shortage.is_over() or await self._fill() <= 0:
+            if not self.gate() or not await self.shortage.is_over() or await self._fill() <= 0:
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(self._poll_s):
+                    async with asyncio.timeout(self.poll_s):
                         await self._wake.wait()
                 self._wake.clear()
 
@@ -115,7 +101,7 @@ class Admission:
         try:
             return await self.admit()
         except BusFull:
-            await self._shortage.begin()
+            await self.shortage.begin()
             return 0
 
     async def admit(self) -> int:
@@ -125,17 +111,17 @@ class Admission:
             BusFull: out of memory; nothing was admitted.
         """
         while True:
-            run = await self._ledger.admission_state()
+            run = await self.ledger.admission_state()
             newest, room = run.newest_version, self._room(run)
             if newest is None or room <= 0:
                 return 0
             if not await self._follow_signals(newest):
                 continue
-            terms = self._terms()
+            terms = self.terms()
             count = min(room, max(1, _MOST_AT_ONCE // terms.sampling.samples))
             places = range(run.cursor, run.cursor + count)
             groups = [self._group(place, run.shift, newest) for place in places]
-            admitted = await self._ledger.admit(
+            admitted = await self.ledger.admit(
                 groups, terms.slots, terms.groups_per_step, terms.steps, newest, whole=terms.whole
             )
             if admitted != _MOVED:
@@ -147,23 +133,23 @@ class Admission:
 
     async def _follow_signals(self, newest: PolicyVersion) -> bool:
         """Have the curriculum draw by the signals of ``newest``; False if there is a newer version."""
-        if not isinstance(self._order, Curriculum) or self._followed == newest:
+        if not isinstance(self.order, Curriculum) or self._followed == newest:
             return True
-        self._followed, signals = await read_current(self._bus)
-        self._order.follow({problem: float(value) for problem, value in signals.items()})
+        self._followed, signals = await read_current(self.bus)
+        self.order.follow({problem: float(value) for problem, value in signals.items()})
         return self._followed == newest
 
     def _room(self, run: AdmissionState) -> int:
         if run.state is not RunState.RUNNING or run.head is None:
             return 0
-        terms = self._terms()
+        terms = self.terms()
         return min(terms.slots, (terms.steps - run.step) * terms.groups_per_step) - run.in_flight
 
     def _group(self, group_id: int, shift: int, newest: PolicyVersion) -> Prompt | Experience:
-        index, terms = self._order.index(group_id - shift), self._terms()
-        problem = self._dataset.problems[index]
+        index, terms = self.order.index(group_id - shift), self.terms()
+        problem = self.dataset.problems[index]
         if problem.demonstration is not None:
             return experience(problem, group_id, newest)
-        sampling = terms.by_source[self._dataset.source_of(index)] if terms.by_source else terms.sampling
+        sampling = terms.by_source[self.dataset.source_of(index)] if terms.by_source else terms.sampling
         prompt = dataclasses.replace(problem.prompt(group_id, sampling), environment=terms.environment)
         return dataclasses.replace(prompt, min_version=newest, admitted_at_s=time.time())

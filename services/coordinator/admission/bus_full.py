@@ -32,8 +32,7 @@ class Shortage:
         used, most = await self._bus.memory_bytes()
         sentence = (
             f"admission waits for memory: the bus uses {used / 1e6:.1f} MB of its maxmemory of {most / 1e6:.1f} MB; "
-            f"it continues below "
-            f"{_ROOM:.0%}: raise maxmemory (of `penstock up`: the memory of its machine or container), or lower algorithm.max_lag or trainer.checkpoint_every_steps"
+            f"it continues below {_ROOM:.0%}: raise maxmemory (of `penstock up`: the memory of its machine or container), or lower algorithm.max_lag or trainer.checkpoint_every_steps"
         )
         self._active = True
         BUS_FULL.set(1)

@@ -21,9 +21,8 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.services.coordinator.admission import dataset_files, references
-from penstock.services.coordinator.admission.dataset_files import BadRow, DatasetRow
+from penstock.services.coordinator.admission.dataset_files import BadRow, DatasetRow, RowFilter
 from penstock.services.coordinator.admission.demonstrations import Demonstration, Demonstrations, Kind
-from penstock.services.coordinator.admission.row_filter import RowFilter
 from penstock.shared.bus.encoding import wire
 from penstock.shared.bus.messages import ChatMessage, GroupId, Json, Prompt, Sampling
 from penstock.shared.errors import MessageError, SettingsError
@@ -32,7 +31,7 @@ from penstock.shared.settings.rewards.scorers import AnswerScorer
 
 log = logging.getLogger(__name__)
 
-_SHOWN = 5
+SHOWN = 5
 """Bad rows listed in an error."""
 _ANSWERING = ("assistant", "model")
 """The policy's roles in chat templates."""
@@ -159,23 +158,22 @@ def load(
     kind = None if demonstrations is None else Kind(demonstrations)
     for name, row in dataset_files.read(str(source), setting):
         try:
-            if kind is not None and not isinstance(row, BadRow):
-                demonstrations = kind.of(name, row)
-            problem = _problem(name, row, data, scorers, demonstrations, teachers)
+            shown = kind is not None and not isinstance(row, BadRow) and kind.is_shown(name, row)
+            problem = read_problem(name, row, data, scorers, demonstrations if shown else None, teachers)
             if not isinstance(row, BadRow) and not rows.keeps(row, problem.characters):
                 filtered += 1
                 continue
             if problem.demonstration is None:
-                _check_answer(problem, data.answer_field, comparing)
+                check_answer(problem, data.answer_field, comparing)
             problems.append(problem)
         except BadRow as error:
             bad.append(f"{name}: {error}")
             log.warning("bad row skipped", extra={"row": name, "reason": str(error)})
-            if len(bad) > max(data.max_bad_rows, _SHOWN - 1):
+            if len(bad) > max(data.max_bad_rows, SHOWN - 1):
                 break
     problems, unusable = _usable(problems, comparing)
     bad += unusable
-    _check_loaded(source, data, setting, len(problems), bad, filtered)
+    check_loaded(source, data, setting, len(problems), bad, filtered)
     return Dataset(tuple(problems), len(bad), filtered, bad=tuple(bad))
 
 
@@ -230,7 +228,7 @@ def _check_mixture(parts: Sequence[Dataset], data: DataSettings) -> None:
     )
 
 
-def _check_loaded(
+def check_loaded(
     source: str | Path, data: DataSettings, setting: str, problems: int, bad: Sequence[str], filtered: int
 ) -> None:
     if len(bad) > data.max_bad_rows:
@@ -244,7 +242,7 @@ def _check_loaded(
     if bad:
         raise SettingsError(
             f"expected at least one usable row in {source}, found {_count(len(bad))}: correct them, or change "
-            f"{setting} or the columns in [data]. The first:\n  " + "\n  ".join(bad[:_SHOWN])
+            f"{setting} or the columns in [data]. The first:\n  " + "\n  ".join(bad[:SHOWN])
         )
     raise SettingsError(f"expected at least one row in {source}, but it has no rows: change {setting}")
 
@@ -256,7 +254,7 @@ def _count(bad: int) -> str:
 def _too_many(source: str | Path, bad: Sequence[str], limit: int, setting: str) -> str:
     return (
         f"expected at most {limit} bad rows in {source}, found more: correct them, change {setting} or the columns in "
-        f"[data], or raise data.max_bad_rows. The first:\n  " + "\n  ".join(bad[:_SHOWN])
+        f"[data], or raise data.max_bad_rows. The first:\n  " + "\n  ".join(bad[:SHOWN])
     )
 
 
@@ -264,7 +262,7 @@ MESSAGES_FIELD = "messages"
 """Column of chat messages if data.prompt_field is not set."""
 
 
-def _problem(
+def read_problem(
     source: str,
     row: DatasetRow,
     data: DataSettings,
@@ -276,7 +274,7 @@ def _problem(
         raise row
     if demonstrations is not None:
         rest, completions = demonstrations.split(row)
-        problem = _problem(source, rest, data, scorers)
+        problem = read_problem(source, rest, data, scorers)
         row_id = _row_id(problem.row_id, *(each if isinstance(each, str) else each.learned for each in completions))
         return dataclasses.replace(problem, demonstration=demonstrations.encode(problem, completions), row_id=row_id)
     question = _question(row, data)
@@ -365,7 +363,7 @@ def _answer(value: object, field: str) -> str | None:
     raise BadRow(f"expected text or a number in {field!r}, found {_shown(value)}")
 
 
-def _check_answer(problem: Problem, field: str, comparing: Sequence[AnswerScorer]) -> None:
+def check_answer(problem: Problem, field: str, comparing: Sequence[AnswerScorer]) -> None:
     """Raise BadRow if an applicable scorer lacks its reference answer."""
     applying = _applying(problem, comparing)
     if applying and not (problem.answer or "").strip():

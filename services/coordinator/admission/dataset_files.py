@@ -8,7 +8,7 @@ import datetime
 import decimal
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -16,8 +16,10 @@ from penstock.services.coordinator.admission import hub
 from penstock.shared.bus.messages import Json
 from penstock.shared.dataset_source import check_kind, hub_dataset
 from penstock.shared.errors import PenstockError, SettingsError
+from penstock.shared.expression import Condition
 from penstock.shared.extras import install_command
 
+CHARACTERS = "prompt_characters"
 _BATCH_ROWS = 1024
 _ROW_BYTES = 16 * 1024**2
 _ROW_VALUES = 1_000_000
@@ -179,3 +181,23 @@ def plain(value: object, column: str) -> Json:
     if isinstance(value, (list, tuple)):
         return [plain(item, column) for item in value]
     raise BadRow(f"expected a JSON value in {column!r}, found {type(value).__name__}")
+
+
+class RowFilter:
+    """Chooses training rows by a condition on their columns (``data.filter``)."""
+
+    def __init__(self, text: str) -> None:
+        self._condition = Condition(text, "data.filter") if text else None
+
+    def keeps(self, row: Mapping[str, object], characters: int) -> bool:
+        if self._condition is None:
+            return True
+        values = {name: value for name, value in row.items() if isinstance(value, (bool, int, float, str))}
+        try:
+            return self._condition({**values, CHARACTERS: characters})
+        except KeyError as error:
+            raise BadRow(
+                f"expected a number or text in {error.args[0]!r}, as data.filter needs it, found none"
+            ) from error
+        except (TypeError, ArithmeticError) as error:
+            raise BadRow(f"expected values that fit data.filter, found others: {error}") from error

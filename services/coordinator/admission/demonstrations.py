@@ -83,29 +83,14 @@ class Demonstration:
         return (self.completion,) if self.rejected is None else (self.completion, self.rejected)
 
 
-class Demonstrations:
-    """Reads completions with the policy's tokenizer. Raises SettingsError: it has no token that ends a text."""
+class CompletionColumns:
+    """Finds the completions of rows. Needs no tokenizer."""
 
     def __init__(self, settings: Settings) -> None:
-        config = read_config(settings.policy.model)
-        text = config.get("text_config")
-        vocabulary = {**config, **(text if isinstance(text, Mapping) else {})}.get("vocab_size")
-        self._context = settings.rollout.max_model_len or own_context(config) or UNLIMITED
-        limits = Limits(self._context, vocabulary if isinstance(vocabulary, int) else UNLIMITED)
-        self._tokenizer = open_tokenizer(settings.policy)
-        self._codec = TokenizerCodec(self._tokenizer, limits, settings.data.chat_template, settings.reward)
-        self._vocabulary, ends = limits.vocabulary, frozenset(stop_tokens(self._tokenizer))
-        self._turns = Reader(self._codec, ends, self._tokenizer.eos_token_id, self._context)
-        self._most, self._setting = settings.trainer.row_tokens, settings.trainer.row_setting
         self._field = settings.data.completion_field
         self._rejected, self._prompt_field = settings.data.rejected_field, settings.data.prompt_field
         self.alone = not settings.kind.generates
         """Whether every dataset is one of demonstrations."""
-        if self._tokenizer.eos_token_id is None:
-            raise SettingsError(
-                "expected a tokenizer with a token that ends a text (eos_token), which each demonstration ends with, found none: "
-                "change policy.tokenizer"
-            )
 
     def has_completion(self, row: Mapping[str, object]) -> bool:
         turns = row.get(_MESSAGES)
@@ -170,6 +155,28 @@ class Demonstrations:
         others = {name: value for name, value in rest.items() if name not in (self._prompt_field, _MESSAGES)}
         return {**others, _MESSAGES: begin}, answers
 
+
+class Demonstrations(CompletionColumns):
+    """Reads completions with the policy's tokenizer. Raises SettingsError: it has no token that ends a text."""
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        config = read_config(settings.policy.model)
+        text = config.get("text_config")
+        vocabulary = {**config, **(text if isinstance(text, Mapping) else {})}.get("vocab_size")
+        self._context = settings.rollout.max_model_len or own_context(config) or UNLIMITED
+        limits = Limits(self._context, vocabulary if isinstance(vocabulary, int) else UNLIMITED)
+        self._tokenizer = open_tokenizer(settings.policy)
+        self._codec = TokenizerCodec(self._tokenizer, limits, settings.data.chat_template, settings.reward)
+        self._vocabulary, ends = limits.vocabulary, frozenset(stop_tokens(self._tokenizer))
+        self._turns = Reader(self._codec, ends, self._tokenizer.eos_token_id, self._context)
+        self._most, self._setting = settings.trainer.row_tokens, settings.trainer.row_setting
+        if self._tokenizer.eos_token_id is None:
+            raise SettingsError(
+                "expected a tokenizer with a token that ends a text (eos_token), which each demonstration ends with, found none: "
+                "change policy.tokenizer"
+            )
+
     def encode(self, problem: "Problem", completions: Sequence[str | Conversation]) -> Demonstration:
         """Raises BadRow: the row does not fit the tokenizer, the model's context or a forward pass."""
         prompt = dataclasses.replace(problem.prompt(0, _sampling(1)), admitted_at_s=time.time())
@@ -231,15 +238,15 @@ class Kind:
         {"prompt": "12+34=", "answer": "46"}       problems: the policy answers, scorers compare
     """
 
-    def __init__(self, demonstrations: Demonstrations) -> None:
-        self._demonstrations = demonstrations
+    def __init__(self, columns: CompletionColumns) -> None:
+        self._columns = columns
         self._first: tuple[str, bool] | None = None
 
-    def of(self, name: str, row: Mapping[str, object]) -> Demonstrations | None:
-        """Return what reads the row's completion; None: it is a problem. Raises SettingsError: rows differ."""
-        if self._demonstrations.alone:
-            return self._demonstrations
-        has = self._demonstrations.has_completion(row)
+    def is_shown(self, name: str, row: Mapping[str, object]) -> bool:
+        """Return whether the row is a demonstration. Raises SettingsError: rows differ."""
+        if self._columns.alone:
+            return True
+        has = self._columns.has_completion(row)
         first, had = self._first = self._first or (name, has)
         if has != had:
             with_one, without = (name, first) if has else (first, name)
@@ -248,7 +255,7 @@ class Kind:
                 f"none in {without}: complete the rows, put demonstrations and problems into separate datasets, or change "
                 "data.completion_field"
             )
-        return self._demonstrations if has else None
+        return has
 
 
 def _first_answer(wholes: Sequence[list[object]]) -> int:

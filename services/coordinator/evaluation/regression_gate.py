@@ -75,33 +75,33 @@ def _estimate(evaluation: Evaluation) -> Estimate | None:
     return Estimate(evaluation.accuracy, evaluation.accuracy_low, evaluation.accuracy_high)
 
 
+@dataclasses.dataclass(eq=False)
 class RegressionGate:
     """Judge evaluations, and act on falls."""
 
-    def __init__(
-        self, bus: Bus, ledger: Ledger, settings: EvaluationSettings, rollbacks: Rollbacks, changed: Callable[[], None]
-    ) -> None:
-        self._bus = bus
-        self._ledger = ledger
-        self._settings = settings
-        self._rollbacks = rollbacks
-        self._changed = changed
-        self._evaluations = Evaluations(bus)
+    bus: Bus
+    ledger: Ledger
+    settings: EvaluationSettings
+    rollbacks: Rollbacks
+    changed: Callable[[], None]
+
+    def __post_init__(self) -> None:
+        self._evaluations = Evaluations(self.bus)
 
     async def judge(self, evaluation: Evaluation) -> Evaluation:
-        if self._settings.gate.action == "off" or evaluation.set != self._settings.gated:
+        if self.settings.gate.action == "off" or evaluation.set != self.settings.gated:
             return evaluation
-        revoked = await self._ledger.revoked()
+        revoked = await self.ledger.revoked()
         before = [earlier for earlier in await self._evaluations.read() if earlier.version not in revoked]
-        return with_verdict(evaluation, before, self._settings.gate)
+        return with_verdict(evaluation, before, self.settings.gate)
 
     async def act(self, status: RunStatus, evaluated: Sequence[Evaluation]) -> bool:
         """Act once on the newest fall; return whether anything was done."""
-        gate = self._settings.gate
+        gate = self.settings.gate
         fallen = next((evaluation for evaluation in reversed(evaluated) if evaluation.gate == FELL), None)
         if gate.action == "off" or fallen is None or status.state is not RunState.RUNNING:
             return False
-        done = await decisions(self._bus)
+        done = await decisions(self.bus)
         if done.get(fallen.version) in ("tell", "pause"):
             return False
         if gate.action == "tell":
@@ -117,12 +117,12 @@ class RegressionGate:
         if len(before) >= MAX_ROLLBACKS:
             why = f"{len(before)} rollbacks in a row did not help"
             return await self._pause(fallen, why)
-        goal = await target(evaluated, self._ledger)
+        goal = await target(evaluated, self.ledger)
         if goal is None:
             return await self._pause(fallen, "no version that passed, or that one came from, has a checkpoint")
-        await note_decision(self._bus, fallen.version, "rollback")
+        await note_decision(self.bus, fallen.version, "rollback")
         try:
-            await self._rollbacks.begin(goal, _sentence(fallen))
+            await self.rollbacks.begin(goal, _sentence(fallen))
         except StateConflict as error:  # a command came first; the next pass sees what remains
             log.info("gate waits", extra={"version": int(fallen.version), "reason": str(error)})
             return False
@@ -131,17 +131,17 @@ class RegressionGate:
 
     async def _pause(self, fallen: Evaluation, why: str) -> bool:
         reason = f"{_sentence(fallen)}; {why}: resume, roll back, or change [evaluation.gate]"
-        paused, _ = await self._ledger.transition(RunState.PAUSED, reason, [RunState.RUNNING])
+        paused, _ = await self.ledger.transition(RunState.PAUSED, reason, [RunState.RUNNING])
         if paused:
             await self._note(fallen, "pause", f"{fallen.gate_detail}; {why}")
-            self._changed()
+            self.changed()
         return paused
 
     async def _note(self, fallen: Evaluation, action: str, detail: str) -> None:
-        await note_decision(self._bus, fallen.version, action)
+        await note_decision(self.bus, fallen.version, action)
         GATE_FALLS.labels(action).inc()
         log.warning("accuracy fell", extra={"version": int(fallen.version), "action": action, "detail": detail})
-        await tell(self._bus, SOURCE, "accuracy fell", detail, version=int(fallen.version), action=action)
+        await tell(self.bus, SOURCE, "accuracy fell", detail, version=int(fallen.version), action=action)
 
 
 def _sentence(fallen: Evaluation) -> str:

@@ -46,11 +46,8 @@ class Promotion:
             deliveries = await self._bus.read(PUBLISHED, PolicyRecord, CONSUMER, 16, _LOST_AFTER_S / 2)
             if not deliveries:  # lost with a broken connection, or taken by another process
                 deliveries = await self._bus.reclaim(PUBLISHED, PolicyRecord, CONSUMER, _LOST_AFTER_S, 1000)
-            await self._promote_all(deliveries)
-
-    async def _promote_all(self, deliveries: list[Delivery[PolicyRecord]]) -> None:
-        for delivery in deliveries:
-            await self._promote(delivery)
+            for delivery in deliveries:
+                await self._promote(delivery)
 
     async def _promote(self, delivery: Delivery[PolicyRecord]) -> None:
         try:

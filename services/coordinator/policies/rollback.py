@@ -13,6 +13,7 @@ A run that was running resumes once the version is live. The state is on the bus
 """
 
 import asyncio
+import dataclasses
 import logging
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping
@@ -49,23 +50,14 @@ def request(rollback: Rollback) -> dict[str, Json]:
     return {"version": rollback.target, "rollback": rollback.id}
 
 
+@dataclasses.dataclass(eq=False)
 class Rollbacks:
-    def __init__(
-        self,
-        bus: Bus,
-        ledger: Ledger,
-        deadline_s: float,
-        changed: Callable[[], None],
-        operate: Callable[[Rollback], Awaitable[Operation]],
-        *,
-        has_replicas: bool = True,
-    ) -> None:
-        self._bus = bus
-        self._ledger = ledger
-        self._deadline_s = deadline_s
-        self._changed = changed
-        self._operate = operate
-        self._has_replicas = has_replicas
+    bus: Bus
+    ledger: Ledger
+    deadline_s: float
+    changed: Callable[[], None]
+    operate: Callable[[Rollback], Awaitable[Operation]]
+    has_replicas: bool = True
 
     # ---------------------------------------------------------------- begin
 
@@ -74,7 +66,7 @@ class Rollbacks:
         while True:
             if (rollback := await self.current()) is not None and rollback.stage not in OVER:
                 if rollback.target == target:
-                    return await self._operate(rollback)
+                    return await self.operate(rollback)
                 raise StateConflict(
                     f"a rollback to version {rollback.target} is in progress ({rollback.stage.value}): wait until it "
                     "is live"
@@ -84,16 +76,16 @@ class Rollbacks:
             if answer == "ok":
                 begun = await self.current()
                 assert begun is not None
-                self._changed()
+                self.changed()
                 log.info("rollback begun", extra={"target": int(target), "revoked": begun.revoked})
-                return await self._operate(begun)
+                return await self.operate(begun)
             if answer not in ("moved", "busy"):
                 raise StateConflict(await self._refusal(answer, target, again=stranded))
 
     async def _begin(self, target: PolicyVersion, reason: str, *, again: bool = False) -> str:
-        status = await self._ledger.status()  # read first: a newer status implies a newer version
+        status = await self.ledger.status()  # read first: a newer status implies a newer version
         record, revoked, checkpoints = await asyncio.gather(
-            self._ledger.policy(target), self._ledger.revoked(), self._ledger.checkpoints()
+            self.ledger.policy(target), self.ledger.revoked(), self.ledger.checkpoints()
         )
         if record is None or status.newest_version is None:
             known = "none yet" if status.newest_version is None else f"versions up to {status.newest_version}"
@@ -107,11 +99,11 @@ class Rollbacks:
             raise StateConflict(
                 f"version {target} is the newest: roll back to an earlier one; {_choices(checkpoints, revoked, newest)}"
             )
-        return await begin_rollback(self._bus, self._ledger, status, record, reason)
+        return await begin_rollback(self.bus, self.ledger, status, record, reason)
 
     async def _refusal(self, answer: str, target: PolicyVersion, *, again: bool) -> str:
         status, revoked, checkpoints = await asyncio.gather(
-            self._ledger.status(), self._ledger.revoked(), self._ledger.checkpoints()
+            self.ledger.status(), self.ledger.revoked(), self.ledger.checkpoints()
         )
         if answer == "no_checkpoint":
             newest = None if again else status.tip
@@ -123,14 +115,14 @@ class Rollbacks:
         return f"expected a run that is running or paused, found it {state}"
 
     async def current(self) -> Rollback | None:
-        return await current_rollback(self._bus)
+        return await current_rollback(self.bus)
 
     async def run(self) -> None:
         """Ensure that every rollback has its operation."""
         while True:
             rollback = await self.current()
             if rollback is not None and rollback.stage not in OVER:
-                await self._operate(rollback)
+                await self.operate(rollback)
             await asyncio.sleep(_LOOK_S)
 
     async def see_through(self, operation: Operation, report: Report) -> OperationOutcome:
@@ -150,22 +142,22 @@ class Rollbacks:
 
     async def keep_paused(self, reason: str) -> None:
         if (rollback := await self.current()) is not None:
-            await steer_rollback(self._bus, rollback.id, resumes=0, pause_reason=reason)
+            await steer_rollback(self.bus, rollback.id, resumes=0, pause_reason=reason)
 
     async def advance(self) -> Rollback | None:
         rollback = await self.current()
         if rollback is None or rollback.stage in OVER:
             return rollback
-        status = await self._ledger.status()
+        status = await self.ledger.status()
         if status.state in ENDED:
             await self._end(rollback, Stage.FAILED, f"the run was {status.state.value}")
         elif rollback.unloadable:
             reason = f"rollback to version {rollback.target} failed: {rollback.unloadable}"
-            await self._ledger.transition(RunState.PAUSED, reason, [RunState.PAUSED])
+            await self.ledger.transition(RunState.PAUSED, reason, [RunState.PAUSED])
             await self._end(rollback, Stage.FAILED, rollback.unloadable)
         elif rollback.stage is Stage.LOADING and status.tip not in (None, rollback.target):
             await steer_rollback(
-                self._bus, rollback.id, state=Stage.PULLING, version=status.tip or 0, detail="replicas pull the version"
+                self.bus, rollback.id, state=Stage.PULLING, version=status.tip or 0, detail="replicas pull the version"
             )
         elif rollback.stage is Stage.PULLING and rollback.version is not None:
             await self._wait_for_replicas(rollback, rollback.version, status)
@@ -174,27 +166,27 @@ class Rollbacks:
     async def _wait_for_replicas(self, rollback: Rollback, version: PolicyVersion, status: RunStatus) -> None:
         if status.head is None or status.head < version:
             return
-        beats = [beat for beat in await heartbeats(self._bus) if beat.service == "rollout"]
+        beats = [beat for beat in await heartbeats(self.bus) if beat.service == "rollout"]
         behind = sorted(beat.replica for beat in beats if beat.version is None or beat.version < version)
-        patient = time.time() - rollback.changed_at_s < self._deadline_s
-        if (self._has_replicas and len(behind) == len(beats)) or (behind and patient):
+        patient = time.time() - rollback.changed_at_s < self.deadline_s
+        if (self.has_replicas and len(behind) == len(beats)) or (behind and patient):
             return
         why = rollback.reason.partition(": ")[2]
         reason = f"rolled back to version {rollback.target}, as version {version}" + (f": {why}" if why else "")
         if rollback.pause_reason and not rollback.resumes:
             reason = f"{rollback.pause_reason}; {reason}"
         state = RunState.RUNNING if rollback.resumes else RunState.PAUSED
-        await self._ledger.transition(state, reason, [RunState.PAUSED])
+        await self.ledger.transition(state, reason, [RunState.PAUSED])
         await self._end(rollback, Stage.LIVE, f"behind still: {', '.join(behind)}" if behind else "")
 
     async def _end(self, rollback: Rollback, stage: Stage, detail: str) -> None:
-        if not await steer_rollback(self._bus, rollback.id, state=stage, detail=detail):
+        if not await steer_rollback(self.bus, rollback.id, state=stage, detail=detail):
             return
-        self._changed()
+        self.changed()
         ROLLBACKS.labels(stage.value).inc()
         sentence = f"to version {rollback.target}: {detail}" if detail else f"to version {rollback.target}"
         log.info("rollback ended", extra={"target": int(rollback.target), "stage": stage.value, "detail": detail})
-        await tell(self._bus, SOURCE, f"rollback {stage.value}", sentence, target=int(rollback.target))
+        await tell(self.bus, SOURCE, f"rollback {stage.value}", sentence, target=int(rollback.target))
 
 
 def _choices(

@@ -47,34 +47,32 @@ ORDERS = {
 }
 
 
+@dataclasses.dataclass(eq=False)
 class Steering:
-    def __init__(
-        self, bus: Bus, ledger: Ledger, rollbacks: Rollbacks, groups_per_step: int, changed: Callable[[], None]
-    ) -> None:
-        self._bus = bus
-        self._ledger = ledger
-        self._rollbacks = rollbacks
-        self._groups_per_step = groups_per_step
-        self._changed = changed
+    bus: Bus
+    ledger: Ledger
+    rollbacks: Rollbacks
+    groups_per_step: int
+    changed: Callable[[], None]
 
     async def command(self, name: str, reason: str) -> tuple[bool, RunState, str]:
         """Start, pause, resume or stop; return whether that changed the run, its state and reason."""
         order = ORDERS[name]
         reason = reason or f"{name} by HTTP"
         await self._mind_rollback(name, reason)
-        changed, state = await self._ledger.transition(order.to, reason, order.allowed)
+        changed, state = await self.ledger.transition(order.to, reason, order.allowed)
         if not changed and state is not order.to:
             raise StateConflict(f"cannot {name} a run that is {state.value}: {order.refusals[state]}")
         if changed:
-            self._changed()
-            await tell(self._bus, "api", f"run {order.to.value}", reason)
-        return changed, order.to, (await self._ledger.status()).reason
+            self.changed()
+            await tell(self.bus, "api", f"run {order.to.value}", reason)
+        return changed, order.to, (await self.ledger.status()).reason
 
     async def _mind_rollback(self, command: str, reason: str) -> None:
         """During a rollback, refuse to resume; a pause outlasts it."""
         if command == "pause":
-            await self._rollbacks.keep_paused(reason)
-        rollback = await self._rollbacks.current() if command == "resume" else None
+            await self.rollbacks.keep_paused(reason)
+        rollback = await self.rollbacks.current() if command == "resume" else None
         if rollback is not None and rollback.stage not in OVER:
             raise StateConflict(
                 f"cannot resume while a rollback to version {rollback.target} is in progress "
@@ -89,26 +87,26 @@ class Steering:
     async def drain_run(self, operation: Operation, report: Report) -> OperationOutcome:
         """Wait until a paused run has less than a step in flight."""
         while True:
-            status = await self._ledger.status()
+            status = await self.ledger.status()
             if status.state is not RunState.PAUSED:
                 return OperationOutcome(
                     OperationState.CANCELLED, f"the run is {status.state.value} again: {status.reason}"
                 )
-            *drawn, waiting = [await self._bus.length(stream) for stream in streams.TRAINING_STREAMS]
-            if sum(drawn) == 0 and waiting < self._groups_per_step:
+            *drawn, waiting = [await self.bus.length(stream) for stream in streams.TRAINING_STREAMS]
+            if sum(drawn) == 0 and waiting < self.groups_per_step:
                 detail = f"nothing is generated or scored; {waiting} groups wait for the next step"
-                step = (await self._ledger.status()).step  # the last may just have been committed
+                step = (await self.ledger.status()).step  # the last may just have been committed
                 return OperationOutcome(OperationState.SUCCEEDED, detail, {"step": step, "groups_waiting": waiting})
-            await report("draining", f"{await self._ledger.in_flight()} groups in flight")
+            await report("draining", f"{await self.ledger.in_flight()} groups in flight")
             await asyncio.sleep(_LOOK_S)
 
     async def drain_replica(self, operation: Operation, report: Report) -> OperationOutcome:
         replica, first_s = str(operation.request["replica"]), operation.created_at_s
         while True:
-            beats = [beat for beat in await heartbeats(self._bus) if beat.replica == replica]
+            beats = [beat for beat in await heartbeats(self.bus) if beat.replica == replica]
             if not beats or beats[0].started_at_s > first_s:
                 return OperationOutcome(OperationState.SUCCEEDED, f"{replica} left")
-            if (await cordons(self._bus)).get(replica) is not Word.DRAINING and beats[0].state != "stopping":
+            if (await cordons(self.bus)).get(replica) is not Word.DRAINING and beats[0].state != "stopping":
                 return OperationOutcome(OperationState.CANCELLED, f"{replica} was ordered to stay")
             held = int(beats[0].values.get("held", 0))
             await report("finishing", f"{replica} holds {held} entries")

@@ -4,6 +4,7 @@ A GPU counts while a heartbeat names it, whether it works or waits; one that sev
 """
 
 import asyncio
+import dataclasses
 import time
 from collections.abc import Callable, Sequence
 
@@ -28,30 +29,19 @@ def held_since(beats: Sequence[Heartbeat], until_s: float) -> dict[tuple[str, st
     return since
 
 
+@dataclasses.dataclass(eq=False)
 class GpuHours:
-    """The leader's loop.
+    """The leader's loop."""
 
-    Args:
-        beats: newest heartbeats.
-        deadline_s: the run's maximum age; 0: none.
-        changed: called after a pause or stop.
-    """
-
-    def __init__(
-        self,
-        bus: Bus,
-        ledger: Ledger,
-        live: Live,
-        beats: Callable[[], Sequence[Heartbeat]],
-        deadline_s: float,
-        changed: Callable[[], None],
-    ) -> None:
-        self._bus = bus
-        self._ledger = ledger
-        self._live = live
-        self._beats = beats
-        self._deadline_s = deadline_s
-        self._changed = changed
+    bus: Bus
+    ledger: Ledger
+    live: Live
+    beats: Callable[[], Sequence[Heartbeat]]
+    """Return the newest heartbeats."""
+    deadline_s: float
+    """The run's maximum age; 0: none."""
+    changed: Callable[[], None]
+    """Called after a pause or stop."""
 
     async def run(self) -> None:
         """Count until cancelled."""
@@ -61,23 +51,23 @@ class GpuHours:
 
     async def look(self, now_s: float) -> None:
         """Count until ``now_s``; pause or stop the run if a limit is reached."""
-        status = await self._ledger.status()
-        since = held_since(self._beats(), status.gpu_until_s)
+        status = await self.ledger.status()
+        since = held_since(self.beats(), status.gpu_until_s)
         gpu_s = status.gpu_s + sum(max(0.0, now_s - start_s) for start_s in since.values())
-        await self._ledger.note("gpu_time", f"{gpu_s!r} {max(now_s, status.gpu_until_s)!r}")
+        await self.ledger.note("gpu_time", f"{gpu_s!r} {max(now_s, status.gpu_until_s)!r}")
         await self._limit(status, gpu_s / _HOUR_S, now_s)
 
     async def _limit(self, status: RunStatus, gpu_hours: float, now_s: float) -> None:
-        budget = self._live.settings.run.gpu_hours
+        budget = self.live.settings.run.gpu_hours
         if budget and gpu_hours >= budget and status.state is RunState.RUNNING:
             reason = f"the budget run.gpu_hours = {budget:g} is used: raise it (PATCH /v1/run/settings), then resume"
             await self._change(RunState.PAUSED, "gpu budget used", reason, [RunState.RUNNING])
-        if self._deadline_s and status.state in _UNFINISHED and now_s - status.created_at_s >= self._deadline_s:
-            reason = f"activeDeadlineSeconds = {self._deadline_s:g} have passed since the run was created"
+        if self.deadline_s and status.state in _UNFINISHED and now_s - status.created_at_s >= self.deadline_s:
+            reason = f"activeDeadlineSeconds = {self.deadline_s:g} have passed since the run was created"
             await self._change(RunState.STOPPED, "deadline passed", reason, _UNFINISHED)
 
     async def _change(self, to: RunState, event: str, reason: str, allowed: Sequence[RunState]) -> None:
-        changed, _ = await self._ledger.transition(to, reason, allowed)
+        changed, _ = await self.ledger.transition(to, reason, allowed)
         if changed:
-            await tell(self._bus, "coordinator", event, reason)
-            self._changed()
+            await tell(self.bus, "coordinator", event, reason)
+            self.changed()

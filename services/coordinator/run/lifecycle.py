@@ -48,6 +48,16 @@ _LONGEST_S = 3600.0
 _FULL_S = 1.0
 """Retry delay while the bus is full."""
 _STATE_FILE = "run_state.json"
+_NOTED = (
+    "state",
+    "reason",
+    "created_at_s",
+    "changed_at_s",
+    "paused_s",
+    "alive_s",
+    "first_admission_s",
+    "last_commit_s",
+)
 _NOTE_EVERY_S = 10.0
 """What the run's clock may lose with the bus."""
 _COMPLETE = "every step is committed"
@@ -304,17 +314,8 @@ def note_state(folder: Path, status: RunStatus) -> None:
     """Record the run's state in its folder, for a coordinator that starts on an empty bus. May raise OSError."""
     if status.reason.startswith(CANNOT_CONTINUE):
         return  # its trainer finds out again
-    noted = {
-        "state": status.state.value,
-        "reason": status.reason,
-        "created_at_s": status.created_at_s,
-        "changed_at_s": status.changed_at_s,
-        "paused_s": status.paused_s,
-        "alive_s": status.alive_s,
-        **({} if status.first_admission_s is None else {"first_admission_s": status.first_admission_s}),
-        **({} if status.last_commit_s is None else {"last_commit_s": status.last_commit_s}),
-        **({"closed_at_s": status.changed_at_s} if status.closed else {}),
-    }
+    noted = {name: value for name in _NOTED if (value := getattr(status, name)) is not None}
+    noted |= {"closed_at_s": status.changed_at_s} if status.closed else {}
     write_whole(folder / _STATE_FILE, json.dumps(noted))
 
 

@@ -31,15 +31,19 @@ def compose(
     return sorted(notices, key=lambda entry: _ORDER[entry.level])
 
 
-def silent(silent_s: Mapping[str, float], status: RunStatus) -> list[NoticeView]:
-    """Return a notice of each process whose heartbeats have ceased, by the seconds since its last one."""
+def silent(silent_s: Mapping[str, float], status: RunStatus, no_space: str = "") -> list[NoticeView]:
+    """Return a notice of each process whose heartbeats have ceased, by the seconds since its last one.
+
+    ``no_space``: that the disk is full, so that the bus may refuse heartbeats.
+    """
+    why = no_space or "it is frozen, has died, or does not reach the bus"
     if status.state in ENDED:
         return []
     return [
         notice(
             f"{replica} is silent",
             "error",
-            f"{replica} has sent no heartbeat for {seconds:.0f} s: it is frozen, has died, or does not reach the bus",
+            f"{replica} has sent no heartbeat for {seconds:.0f} s: {why}",
         )
         for replica, seconds in silent_s.items()
     ]

@@ -11,6 +11,7 @@ the other, still lead and count the run as over. The ledger therefore notes whic
 """
 
 import asyncio
+import dataclasses
 import http
 import logging
 import os
@@ -84,59 +85,44 @@ class KubernetesScale:
         return (self._account / name).read_text(encoding="utf-8").strip()
 
 
+@dataclasses.dataclass(eq=False)
 class Release:
-    """The leader's loop.
+    """The leader's loop."""
 
-    Args:
-        targets: what to scale (``internal.release``), in this order; at last this coordinator's own Deployment, if another
-            is to take over.
-        beats: newest heartbeats.
-        steps: ``run.steps``.
-        pod_template: ``internal.pod_template``; empty: not known.
-    """
-
-    def __init__(
-        self,
-        bus: Bus,
-        ledger: Ledger,
-        targets: Sequence[str],
-        beats: Callable[[], Sequence[Heartbeat]],
-        steps: int,
-        cluster: KubernetesScale | None = None,
-        pod_template: str = "",
-    ) -> None:
-        self._bus = bus
-        self._ledger = ledger
-        self._targets = targets
-        self._beats = beats
-        self._steps = steps
-        self._cluster = cluster or KubernetesScale()
-        self._pod_template = pod_template
-        self._released: set[str] = set()
-        self._trouble = ""
+    bus: Bus
+    ledger: Ledger
+    targets: Sequence[str]
+    """What to scale, in this order; at last this coordinator's own Deployment, if another is to take over."""
+    beats: Callable[[], Sequence[Heartbeat]]
+    steps: int
+    cluster: KubernetesScale = dataclasses.field(default_factory=KubernetesScale)
+    pod_template: str = ""
+    """Empty: not known."""
+    _released: set[str] = dataclasses.field(default_factory=set, init=False)
+    _trouble: str = dataclasses.field(default="", init=False)
 
     async def run(self) -> None:
-        while self._targets:
+        while self.targets:
             await self.look()
             await asyncio.sleep(_LOOK_S)
 
     async def look(self) -> None:
         """Scale down whatever is due, once."""
-        status = await self._ledger.status()
-        if not status.is_over(self._steps):
+        status = await self.ledger.status()
+        if not status.is_over(self.steps):
             self._released.clear()
             return
-        if self._pod_template and status.released == self._pod_template:
+        if self.pod_template and status.released == self.pod_template:
             return
-        storing = any(beat.service == "trainer" and not beat.values.get("stored") for beat in self._beats())
-        due = [] if storing else [target for target in self._targets if target not in self._released]
+        storing = any(beat.service == "trainer" and not beat.values.get("stored") for beat in self.beats())
+        due = [] if storing else [target for target in self.targets if target not in self._released]
         troubles = await self._scale_all(due)
         if troubles and troubles[0] != self._trouble:
             log.warning("GPUs are not released", extra={"error": troubles[0]})
         self._trouble = next(iter(troubles), "")
         if due and not troubles:
-            await self._ledger.note_released(self._pod_template)
-            await tell(self._bus, "coordinator", "workloads released", f"scaled: {', '.join(due)}")
+            await self.ledger.note_released(self.pod_template)
+            await tell(self.bus, "coordinator", "workloads released", f"scaled: {', '.join(due)}")
 
     def notices(self) -> list[NoticeView]:
         """Return why GPUs are still held, if they are."""
@@ -156,7 +142,7 @@ class Release:
 
     async def _scale(self, target: str) -> str:
         try:
-            await self._cluster.scale(target)
+            await self.cluster.scale(target)
         except ReleaseFailed as error:
             return str(error)
         self._released.add(target)

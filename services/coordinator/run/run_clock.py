@@ -9,6 +9,7 @@ A leader that takes over from another finds the heartbeats of processes that ran
 """
 
 import asyncio
+import dataclasses
 import time
 from collections.abc import Sequence
 
@@ -21,28 +22,28 @@ _LEAST_GAP_S = 5.0
 """A shorter one may be a change of the leader."""
 
 
+@dataclasses.dataclass(eq=False)
 class RunClock:
-    def __init__(self, bus: Bus, ledger: Ledger, steps: int) -> None:
-        self._bus = bus
-        self._ledger = ledger
-        self._steps = steps
+    bus: Bus
+    ledger: Ledger
+    steps: int
 
     async def run(self) -> None:
         """Note that the run is alive, until cancelled."""
         while True:
-            await self._ledger.note("alive_s", repr(time.time()))
+            await self.ledger.note("alive_s", repr(time.time()))
             await asyncio.sleep(_NOTE_S)
 
     async def resume(self, began_s: float, now_s: float) -> None:
         """Count the time in which no process ran as a pause, if the run was to train; this process began at ``began_s``."""
-        status = await self._ledger.status()
+        status = await self.ledger.status()
         if status.state is not RunState.RUNNING or status.first_admission_s is None:
             return  # leaving these states counts the whole time
-        since_s, until_s = gap(status, await heartbeats(self._bus), began_s)
-        if status.step >= self._steps and (status.last_commit_s or 0.0) < until_s:
+        since_s, until_s = gap(status, await heartbeats(self.bus), began_s)
+        if status.step >= self.steps and (status.last_commit_s or 0.0) < until_s:
             return  # it had been trained before the gap
         if status.alive_s and until_s - since_s > _LEAST_GAP_S:
-            await self._ledger.skip_time(status, until_s - since_s, now_s)
+            await self.ledger.skip_time(status, until_s - since_s, now_s)
 
 
 def gap(status: RunStatus, beats: Sequence[Heartbeat], began_s: float) -> tuple[float, float]:

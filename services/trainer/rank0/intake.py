@@ -48,7 +48,7 @@ from penstock.services.trainer.batch.staleness import (
     without_long,
 )
 from penstock.services.trainer.metrics import LEFT
-from penstock.services.trainer.rank0.mailbox.routes import fetch
+from penstock.services.trainer.rank0.mailbox.routes import fetch_all
 from penstock.shared.bus.assembly import part_of_group
 from penstock.shared.bus.branches import is_branched, longest_branch
 from penstock.shared.bus.bus import Bus, Delivery, EntryId
@@ -76,7 +76,7 @@ _MOST_LOST = 5
 """Times that a group is generated again because its versions are lost."""
 _ALONE_FROM = 2
 _FETCHED_AT_ONCE = 8
-"""Groups of which the payloads are fetched together: they are large."""
+"""Groups that are fetched together: they are large."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -192,12 +192,22 @@ class Intake:
         self._arrived.set()
 
     async def _hold_all(self, deliveries: Sequence[Delivery[Experience]]) -> None:
-        """Fetch the payloads of a few groups at a time, and hold the groups in their order."""
+        """Fetch and look at a few groups at a time, and hold those that stay in their order."""
         for start in range(0, len(deliveries), _FETCHED_AT_ONCE):
-            some = deliveries[start : start + _FETCHED_AT_ONCE]
-            payloads = await asyncio.gather(*map(self._payload, some), return_exceptions=True)
-            for delivery, payload in zip(some, payloads, strict=True):
-                await self._hold(delivery, payload)
+            some = {each.entry_id: each for each in deliveries[start : start + _FETCHED_AT_ONCE]}
+            for known_entry in some.keys() & self._entries:  # the bus has lost that it delivered it
+                del some[known_entry]
+            self._entries.update(some)
+            payloads = await asyncio.gather(*map(self._payload, some.values()), return_exceptions=True)
+            read = [await self._read(*pair) for pair in zip(some.values(), payloads, strict=True)]
+            groups = [taken for taken in read if taken is not None]
+            standings = await self._ledger.standings([taken.experience.group_id for taken in groups])
+            known = self._known()  # at once: groups are released once they are trained
+            staying = [each for each, of in zip(groups, standings, strict=True) if await self._stays(each, of, known)]
+            routes = await fetch_all(self._bus, [taken.experience for taken in staying], self._settings.trainer)
+            for taken, its in zip(staying, routes, strict=True):
+                hold = self._suspects.append if taken.delivery.crashes >= _ALONE_FROM else self._take
+                hold(dataclasses.replace(taken, routes=its))
 
     async def _payload(self, delivery: Delivery[Experience]) -> bytes:
         """Fetch it, unless it has ended the trainer too often."""
@@ -206,65 +216,54 @@ class Intake:
     def _is_deadly(self, delivery: Delivery[Experience]) -> bool:
         return delivery.attempts > self._settings.internal.max_attempts
 
-    async def _hold(self, delivery: Delivery[Experience], payload: bytes | BaseException) -> None:
-        if delivery.entry_id in self._entries:
-            return  # the bus has lost that it delivered this entry
-        self._entries.add(delivery.entry_id)
-        if self._is_deadly(delivery):
-            cause = await self._bus.cause(delivery) or "it left no message"
-            await self._bury(
-                delivery, f"ended the trainer {delivery.attempts - 1} times when it was tried alone: {cause}"
-            )
-            return
+    async def _read(self, delivery: Delivery[Experience], payload: bytes | BaseException) -> Taken | None:
+        """Return the group, if it can be read and its like is trained by this run."""
         try:
+            if self._is_deadly(delivery):
+                times, cause = delivery.attempts - 1, await self._bus.cause(delivery) or "it left no message"
+                raise MessageError(f"ended the trainer {times} times when it was tried alone: {cause}")
             if isinstance(payload, BaseException):
                 raise payload
             whole = dataclasses.replace(delivery, data=payload)
             experience = whole.message()
             self._check(experience)
-            standing = await self._ledger.standing(experience.group_id)
-            _check_standing(experience, standing, self._steps_of_versions)
+            return Taken(whole, experience)
         except ShelfLost as error:
             self._count("unavailable")
             await regenerate(self._bus, delivery, error)
             self._entries.discard(delivery.entry_id)
-            return
         except MessageError as error:
             await self._bury(delivery, str(error))
-            return
-        if experience.group_id in self._known():
-            await self._drop(delivery, "duplicate", "a group with this id is held already")
-            return
-        if standing.trained:
-            await self._drop(delivery, "duplicate", "a group with this id was trained already")
-            return
-        if not self._fits(experience):
-            await self._drop(
-                delivery, "too_long", f"{self._tokens(experience)} tokens > {self._settings.trainer.row_setting}"
-            )
-            await self._note_unfit(experience)
-            return
-        if not _is_shown(experience):
-            self._unfit = 0
-        if self._is_useless(experience):
-            self._useless += 1
-            self._without_signal.append((experience.group_id, experience.group.prompt.stable_id, 0.0))
-            await self._drop(delivery, "no_signal", f"all rewards are {float(experience.rewards[0]):g}")
-            return
+        return None
+
+    async def _stays(self, taken: Taken, standing: Standing, known: set[GroupId]) -> bool:
+        """Whether the group can be trained, and is one of the ``known`` then; else it leaves."""
+        experience, leaves = taken.experience, ("", "")
         try:
-            kept = await self._is_kept(experience)
+            _check_standing(experience, standing, self._steps_of_versions)
+            if experience.group_id in known or standing.trained:
+                leaves = "duplicate", "a group with this id is held, or was trained"
+            elif not self._fits(experience):
+                most = self._settings.trainer.row_setting
+                leaves = "too_long", f"{self._tokens(experience)} tokens > {most}"
+                await self._note_unfit(experience)
+            elif self._is_useless(experience):
+                leaves = "no_signal", f"all rewards are {float(experience.rewards[0]):g}"
+                self._without_signal.append((experience.group_id, experience.group.prompt.stable_id, 0.0))
+                self._useless += 1
+            elif not await self._is_kept(experience):
+                leaves = "filtered", f"by {self._settings.algorithm.filter}"
+                await self._note_filtered()
         except MessageError as error:
-            await self._bury(delivery, str(error))
-            return
-        if not kept:
-            await self._drop(delivery, "filtered", f"by {self._settings.algorithm.filter}")
-            await self._note_filtered()
-            return
-        taken = Taken(whole, experience, routes=await fetch(self._bus, experience, self._settings.trainer))
-        if delivery.crashes >= _ALONE_FROM:
-            self._suspects.append(taken)
-        else:
-            self._take(taken)
+            await self._bury(taken.delivery, str(error))
+            return False
+        if leaves[0] not in ("duplicate", "too_long") and not _is_shown(experience):
+            self._unfit = 0
+        if leaves[0]:
+            await self._drop(taken.delivery, *leaves)
+            return False
+        known.add(experience.group_id)
+        return True
 
     def _known(self) -> set[GroupId]:
         return {taken.experience.group_id for taken in self._taken()}

@@ -13,7 +13,7 @@ from penstock.services.trainer.checkpoint import local_store
 from penstock.services.trainer.checkpoint.local_store import Checkpoint
 from penstock.services.trainer.rank0.branch import Branch
 from penstock.services.trainer.rank0.mailbox.commands import Command, CommandKind, decode_all
-from penstock.services.trainer.rank0.mailbox.routes import fetch
+from penstock.services.trainer.rank0.mailbox.routes import fetch_all
 from penstock.services.trainer.rank0.resume import find_resume, may_load
 from penstock.services.trainer.rank0.retention import Retention
 from penstock.shared.bus.stores.policy.ledger import JournalEntry, Ledger
@@ -100,7 +100,7 @@ class Opening:
         settings = await self._context.live.at(entries[0].settings_revision)
         plan = entries[0].plan
         lags, rate = self._branch.lags(groups, entries[0].step - 1), settings.trainer.learning_rate
-        known = [await fetch(self._context.bus, group, settings.trainer) for group in groups]
+        known = await fetch_all(self._context.bus, groups, settings.trainer)
         routes = {claim: payload for part in known for claim, payload in part.items()}
         return Command(CommandKind.REPLAY, "", payloads, groups, lags, rate, plan, routes=routes)
 

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from types import TracebackType
-from typing import Protocol
+from typing import TypeAlias
 
 from rich.console import Console
 from rich.constrain import Constrain
@@ -27,20 +27,7 @@ _ECHO_WIDTH = 3
 """Columns left free: the terminal's `^C` at the end of a full last line would move the screen down."""
 
 
-class Screen(Protocol):
-    def __enter__(self) -> "Screen":
-        """Start."""
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Restore the terminal."""
-
-    def show(self, run: RunView | None, rows: Sequence[view.ViewRow]) -> None:
-        """Show the current state."""
-
-    def tell(self, text: str) -> None:
-        """Report an event."""
+Screen: TypeAlias = "LiveScreen | PlainDisplay"
 
 
 def open_screen(title: str) -> Screen:

@@ -59,9 +59,10 @@ def row_of(replica: ReplicaView) -> ViewRow:
 
 
 def activity(replica: ReplicaView) -> str:
-    """Return what a replica does until it is ready, and for how long."""
+    """Return what a replica does until it is ready, and for how long; after that how many samples, or groups, it generates."""
     if not replica.activity:
-        return ""
+        held = replica.values.get("held") if replica.service == "rollout" else None
+        return f"{number(held, 0)} in flight" if held else ""
     return f"{replica.activity} {duration(max(0.0, time.time() - replica.activity_since_s))}"
 
 
@@ -158,7 +159,7 @@ def _flight(run: RunView) -> Text:
 
 
 def _speed(run: RunView) -> Text:
-    line = f"{number(run.tokens_per_s, 0)} tokens/s  {number(last(run, 'samples_per_s'), 0)} samples/s"
+    line = f"{number(run.tokens_per_s or None, 0)} tokens/s  {number(last(run, 'samples_per_s'), 0)} samples/s"
     gpu_hours = f"  {number(run.gpu_hours, 1)} GPU-hours" if run.gpu_hours else ""
     return Text(f"{line}  for {duration(run.training_s)}{gpu_hours}")
 
@@ -225,7 +226,7 @@ def line(run: RunView, rows: Sequence[ViewRow] = ()) -> str:
         parts.append(f"pairs ordered {share:.0%}")
     parts.append(f"held-out {number(_newest_accuracy(run.evaluations))}")
     parts += [f"in flight {run.groups_in_flight}/{run.slots}", f"lag {number(last(run, 'lag_mean'), 2)}"]
-    parts.append(f"{number(run.tokens_per_s, 0)} tokens/s")
+    parts.append(f"{number(run.tokens_per_s or None, 0)} tokens/s")
     parts += [f"eta {duration(run.eta_s)}"] if run.eta_s is not None and not run.ended else []
     return "  ".join(parts)
 

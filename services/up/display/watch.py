@@ -12,6 +12,7 @@ from pathlib import Path
 from penstock.services.client.coordinator import AsyncCoordinator, RequestRefused, Unreachable, Unreadable, find
 from penstock.services.client.views import EventView, ReplicaView, RunView
 from penstock.shared.errors import PenstockError
+from penstock.shared.files.durable import no_space
 
 POLL_S = 1.0
 SILENT_S = 8.0
@@ -71,10 +72,10 @@ class Watch:
         silent_s = time.time() - self.seen.at_s
         if self.seen.run is not None and silent_s > SILENT_S and not (self._is_silent or self._told):
             self._is_silent = True
-            self._tell(
-                f"the coordinator has not answered for {silent_s:.0f} s: it is frozen, has died, or is short of processor time; "
-                "groups in flight are trained meanwhile"
+            why = no_space(self._run_folder) or (
+                "it is frozen, has died, or is short of processor time; groups in flight are trained meanwhile"
             )
+            self._tell(f"the coordinator has not answered for {silent_s:.0f} s: {why}")
 
     async def finished(self) -> bool:
         await self.ask()

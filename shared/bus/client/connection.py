@@ -80,6 +80,34 @@ def _direct(kind: Any) -> Any:
     return Connection
 
 
+class _Pool(redis.ConnectionPool):
+    """Gives connections to those that wait in their order; of redis-py's own, newcomers take what waits were promised."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._places = asyncio.Semaphore(self.max_connections)
+
+    def has_place(self) -> bool:
+        """Whether another connection is to be had at once, and nothing waits for one."""
+        return not self._places.locked()
+
+    async def get_connection(self, command_name: Any = None, *keys: Any, **options: Any) -> Any:
+        await self._places.acquire()
+        connection = self.get_available_connection()  # type: ignore[no-untyped-call]
+        try:
+            await self.ensure_connection(connection)
+        except BaseException:
+            await self.release(connection)
+            raise
+        return connection
+
+    async def release(self, connection: Any) -> None:
+        try:
+            await super().release(connection)
+        finally:
+            self._places.release()
+
+
 class _Direct(redis.Redis):
     """Redis whose commands keep a few connections; redis-py's pool, retries and records cost more than a command."""
 
@@ -102,7 +130,7 @@ class _Direct(redis.Redis):
             await connection.send_packed_command(packed)
             answers = [await self._answer(connection, words[0], options) for words in commands]
         finally:
-            if len(self._kept) < _MOST_KEPT and pool.can_get_connection():  # else others wait for it
+            if len(self._kept) < _MOST_KEPT and pool.has_place():  # else others wait for it
                 self._kept.append(connection)
             else:
                 await pool.release(connection)
@@ -164,9 +192,7 @@ def open_client(url: str) -> Client:
             return _sentinel(urlsplit(url), tls=scheme == "rediss")
         if form == "cluster":
             return _cluster(urlsplit(url), tls=scheme == "rediss")
-        pool = redis.BlockingConnectionPool.from_url(
-            url, max_connections=_MOST_CONNECTIONS, timeout=None, retry=Retry(NoBackoff(), 0), **_OPTIONS
-        )
+        pool = _Pool.from_url(url, max_connections=_MOST_CONNECTIONS, retry=Retry(NoBackoff(), 0), **_OPTIONS)
         pool.connection_class = _direct(pool.connection_class)
         return cast(Client, _Direct.from_pool(pool))
     except ValueError:  # it may contain part of the password

@@ -122,7 +122,7 @@ def _packer() -> msgpack.Packer:
     return packer
 
 
-def decode(data: bytes, expected: type[T]) -> T:
+def decode(data: bytes | memoryview, expected: type[T]) -> T:
     """Decode a message.
 
     Raises:
@@ -151,7 +151,7 @@ def unpack(data: bytes, expected: type) -> dict[str, Any]:
     return typing.cast("dict[str, Any]", fields)
 
 
-def _unpacked(data: bytes) -> Any:
+def _unpacked(data: bytes | memoryview) -> Any:
     try:
         return msgpack.unpackb(data, ext_hook=_read_array)
     except (*INVALID, msgpack.UnpackException) as error:

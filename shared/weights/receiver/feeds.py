@@ -80,7 +80,7 @@ class FileFeed(Feed):
     def __init__(self, offer: Offer, interrupt: Interrupt, share: Share | None = None) -> None:
         self._share, self._bucket_bytes = share, offer.layout.bucket_bytes
         self._tensors = bounded(
-            lambda: read_snapshot(Path(offer.source), offer.manifest_digest),
+            lambda _: read_snapshot(Path(offer.source), offer.manifest_digest),
             FILE_DEADLINES * offer.deadline_s,
             f"the snapshot at {offer.source}",
             interrupt,

@@ -132,7 +132,7 @@ class Receiver:
         shown: dict[str, object] = {"version": offer.header.version}
         try:
             changes = bounded(
-                lambda: read_changes(Path(offer.source), offer.manifest_digest, shadow.files),
+                lambda _: read_changes(Path(offer.source), offer.manifest_digest, shadow.files),
                 FILE_DEADLINES * offer.deadline_s,
                 f"the changes at {offer.source}",
                 self._check_aborted,

@@ -18,7 +18,7 @@ _SOUND_S = 1.0
 
 def sound(store: Store, pull: int) -> None:
     with contextlib.suppress(WeightsError):
-        bounded(lambda: store.set(_key(pull), "failed"), _SOUND_S, "the store of this process")
+        bounded(lambda _: store.set(_key(pull), "failed"), _SOUND_S, "the store of this process")
 
 
 @contextlib.contextmanager

@@ -30,6 +30,7 @@ from penstock.shared.weights.waits import Interrupt, bounded, first_line, poll, 
 
 WHOLE = b"whole"
 """A rank's word at a meeting: it receives whole buckets."""
+_EVERY_RANK = "every rank of the replica and its source"
 _NCCL_WINDOW = 64
 """Broadcasts in flight: 256 MiB over NVLink take 45 ms, more than a thread may wait for the GIL."""
 _GLOO_WINDOW = 2
@@ -68,23 +69,14 @@ class TransferGroup:
 
     def meet(self, pull: int, interrupt: Interrupt = uninterrupted, word: bytes = WHOLE) -> list[bytes]:
         """Wait for every rank to reach this pull with its ``word``; return the words at rank 0. Raises WeightsError."""
-        left = threading.Event()
-
-        def leave() -> None:
-            if left.is_set():
-                raise WeightsError("no process waits any longer")
-
-        try:
-            return bounded(lambda: self._meet(pull, leave, word), self._deadline_s, "the peers of a pull", interrupt)
-        finally:
-            left.set()
+        return bounded(lambda left: self._meet(pull, left, word), self._deadline_s, "the peers of a pull", interrupt)
 
     def _meet(self, pull: int, interrupt: Interrupt, word: bytes) -> list[bytes]:
         here = [f"pull/{pull}/{rank}" for rank in range(self._ranks)]
         awaited = here[1:] if self.rank == 0 else here[:1]
         if self.rank:
             self.store.set(here[self.rank], word.decode())
-        poll(lambda: self.store.check(awaited), self._deadline_s, "every rank of the replica and its source", interrupt)
+        poll(lambda: self.store.check(awaited), self._deadline_s, _EVERY_RANK, interrupt)
         if self.rank:
             return []
         words = [self.store.get(key) for key in awaited]
@@ -146,10 +138,14 @@ def open_group(
     ``store`` connects to the rendezvous (may block); ``host`` is this process's address, for gloo.
     """
 
-    def opened() -> TransferGroup:
+    def opened(left: Interrupt) -> TransferGroup:
+        shared = store()
+        shared.set(f"open/{rank}", "")
+        here = [f"open/{each}" for each in range(ranks)]
+        poll(lambda: shared.check(here), deadline_s, _EVERY_RANK, left)  # opening one waits where nothing interrupts it
         if transport == "nccl":
-            return _NcclGroup(store(), rank, ranks, deadline_s, device)
-        return _GlooGroup(store(), rank, ranks, deadline_s, host)
+            return _NcclGroup(shared, rank, ranks, deadline_s, device)
+        return _GlooGroup(shared, rank, ranks, deadline_s, host)
 
     purpose = f"a {transport} group of {ranks} ranks"
     return bounded(opened, deadline_s, purpose, interrupt, discard=_discard)

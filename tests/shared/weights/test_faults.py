@@ -4,19 +4,22 @@ import asyncio
 import contextlib
 import signal
 import socket
+import threading
 import time
 from collections.abc import Iterator
 
 import msgpack
 import pytest
+from torch._C._distributed_c10d import HashStore
 
 from penstock.shared.errors import WeightsError
 from penstock.shared.weights.format.flat import FlatSnapshot
 from penstock.shared.weights.receiver.puller import Puller
 from penstock.shared.weights.receiver.receiver import Receiver
+from penstock.shared.weights.transport.group import open_group
 from penstock.shared.weights.transport.offer import Offer
 from penstock.shared.weights.transport.place import DeviceLocation
-from tests.conftest import PATIENCE_S
+from tests.conftest import PATIENCE_S, until
 from tests.support import weights
 from tests.support.weights_players import CPU, Player, Replica, Start, Trainer, fingerprint, players, policy
 
@@ -288,3 +291,16 @@ async def test_a_source_that_is_not_there_is_said_so() -> None:
         await puller.ask(ours.address(), record)
     with pytest.raises(WeightsError, match="expected host:port"):
         await puller.ask("nowhere", record)
+
+
+async def test_the_opening_of_a_group_whose_others_do_not_come_ends_with_its_interrupt_and_leaves_no_thread() -> None:
+    asked: list[int] = []
+
+    def interrupt() -> None:
+        asked.append(0)
+        if len(asked) > 3:
+            raise WeightsError("the pull has ended")
+
+    with pytest.raises(WeightsError, match="the pull has ended"):
+        open_group("gloo", HashStore, 0, 3, 3 * PATIENCE_S, CPU, "127.0.0.1", interrupt)
+    await until(lambda: not any(thread.name.startswith("bounded: a gloo") for thread in threading.enumerate()))

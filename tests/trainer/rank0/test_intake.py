@@ -18,9 +18,9 @@ from penstock.services.trainer.rank0.intake import CONSUMER, Intake, Taken
 from penstock.shared.bus.bus import _PAGE_ENTRIES, Bus, Delivery
 from penstock.shared.bus.claims import Claim
 from penstock.shared.bus.encoding import wire
-from penstock.shared.bus.keys import GENERATING
+from penstock.shared.bus.keys import GENERATING, RUN
 from penstock.shared.bus.messages import Event, Experience, PolicyVersion, Prompt, Purpose, RolloutGroup, Sample
-from penstock.shared.bus.stores.policy.ledger import Ledger, RunState
+from penstock.shared.bus.stores.policy.ledger import TRAINED, Ledger, RunState, Standing
 from penstock.shared.bus.stores.replicas.live_settings import Live
 from penstock.shared.bus.streams import EVENTS, EXPERIENCE, PROMPTS, ROLLOUTS
 from penstock.shared.errors import Fenced, ShelfLost
@@ -878,3 +878,55 @@ async def test_payloads_are_fetched_several_at_a_time_and_groups_held_in_their_o
     assert list(intake._held) == [group_id for group_id in range(20) if group_id != 3]
     assert 4 <= shelf.most <= 8
     assert await bus.counts() == {"unavailable": 1}, "the lost one is generated again, and no other"
+
+
+async def test_routes_of_several_groups_are_fetched_at_the_same_time_and_each_group_gets_its_own(bus: Bus) -> None:
+    payloads = {f"{group_id:064x}": bytes([group_id]) for group_id in range(20)}
+    for group_id, digest in enumerate(payloads):
+        made = builders.experience(group_id)
+        claim = wire.encode(Claim(group_id, digest, 1, (), b""))
+        sample = dataclasses.replace(made.group.samples[0], routes=claim)
+        samples = (sample, *made.group.samples[1:])
+        await send(bus, dataclasses.replace(made, group=dataclasses.replace(made.group, samples=samples)))
+    bus.shelf = shelf = Slow(payloads, together=4)
+    of = Settings.model_validate({"algorithm": {"groups_per_step": 10, "max_lag": 1}})
+    of = of.model_copy(update={"trainer": of.trainer.model_copy(update={"router_replay": True})})
+    intake = Intake(bus, Live(bus, of), {V(0): 0})
+    async with filling(intake):
+        await until(lambda: len(intake._held) == 20)
+    assert {group_id: list(taken.routes.values()) for group_id, taken in intake._held.items()} == {
+        group_id: [bytes([group_id])] for group_id in range(20)
+    }
+    assert 4 <= shelf.most <= 8
+
+
+async def test_of_groups_that_arrive_together_each_id_is_held_once_and_what_was_trained_leaves(bus: Bus) -> None:
+    await raw(bus).execute_command("SETBIT", bus.keys.of(TRAINED), 5, 1)
+    for group_id in (5, 6, 6, 7):
+        await put(bus, group_id)
+    intake = Intake(bus, Live(bus, settings()), {V(0): 0})
+    async with filling(intake):
+        await until(lambda: intake.left["duplicate"] == 2)
+    assert list(intake._held) == [6, 7]
+    assert await bus.counts() == {"dropped:duplicate": 2}
+
+
+async def test_what_the_bus_knows_about_many_groups_takes_one_round_trip(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger, trips = Ledger(bus), 0
+    await raw(bus).execute_command("HSET", bus.keys.of(RUN), "cursor", 3, "newest_version", 4)
+    await raw(bus).execute_command("SETBIT", bus.keys.of(TRAINED), 1, 1)
+    ask_all = bus.ask_all
+
+    async def counted(*words: Any, **options: Any) -> Any:
+        nonlocal trips
+        trips += 1
+        return await ask_all(*words, **options)
+
+    monkeypatch.setattr(bus, "ask_all", counted)
+    assert await ledger.standings([0, 1, 2, 3, 1 << 40]) == [
+        Standing(admitted=known, trained=trained, newest_version=V(4))
+        for known, trained in ((True, False), (True, True), (True, False), (False, False), (False, False))
+    ]
+    assert trips == 1

@@ -82,7 +82,7 @@ def test_every_rank_gets_the_plan_with_the_order_to_replay(plan: StepPlan | None
         plan,
         contexts=(2, 0),
     )
-    read = _read(_write(order))
+    read = _read(memoryview(_write(order)))
     assert (read.kind, read.lags, read.learning_rate, read.plan) == (CommandKind.REPLAY, {7: 1}, 1e-3, plan)
     assert read.contexts == (2, 0)
     assert read.groups[0].group.prompt.group_id == 3

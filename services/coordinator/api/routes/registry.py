@@ -117,8 +117,7 @@ async def _register(parts: Parts, body: bytes) -> RunSummary:
     registered = await registry.registered()
     if settings.run.id not in registered and len(registered) >= _MOST_REGISTERED:
         raise Conflict(
-            f"expected at most {_MOST_REGISTERED} registered runs on this bus, and the limit is reached: delete one "
-            f"(DELETE /v1/runs/ID)"
+            f"expected at most {_MOST_REGISTERED} registered runs on this bus, and the limit is reached: delete one (DELETE /v1/runs/ID)"
         )
     kept = settings.model_copy(update={"bus": settings.bus.model_copy(update={"url": "embedded"})})
     if not await registry.register(settings.run.id, dumps(kept)):

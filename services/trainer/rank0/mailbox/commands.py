@@ -4,6 +4,8 @@ Rank 0 broadcasts them as MessagePack, and idle ones while it waits, so that col
 """
 
 import dataclasses
+import itertools
+import struct
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
 
@@ -14,6 +16,7 @@ from penstock.services.trainer.checkpoint.manifests import CheckpointState
 from penstock.shared.bus.encoding import wire
 from penstock.shared.bus.messages import Experience, Int32Array, PolicyVersion, StepPlan
 
+_LENGTH = struct.Struct("<Q")
 TURN_S = 2.0
 """Rank 0's maximum wait before it sends IDLE or WAIT."""
 
@@ -38,7 +41,7 @@ class CommandKind(IntEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Command:
-    """One turn; ``payloads`` are encoded experience, ``state`` is set on rank 0 only."""
+    """One turn; ``payloads``, the encoded ``groups``, and ``state`` are set on rank 0 only."""
 
     kind: CommandKind
     folder: str = ""
@@ -75,20 +78,20 @@ def share(command: Command | None) -> Command:
     if dist.get_world_size() == 1:
         assert command is not None
         return command
-    data = b"" if command is None else _write(command)
+    data = bytearray() if command is None else _write(command)
     size = torch.tensor([len(data)], dtype=torch.int64)
     dist.broadcast(size, src=0, group=host_group())
-    buffer = torch.empty(int(size), dtype=torch.uint8)
-    if command is not None:
-        buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    empty = torch.empty(0 if data else int(size), dtype=torch.uint8)
+    buffer = torch.frombuffer(data, dtype=torch.uint8) if data else empty
     dist.broadcast(buffer, src=0, group=host_group())
-    return command if command is not None else _read(buffer.numpy().tobytes())
+    return command if command is not None else _read(buffer.numpy().data)
 
 
-def _write(command: Command) -> bytes:
+def _write(command: Command) -> bytearray:
+    """Return the length of the fields, the fields, and the payloads, which are copied once."""
     plan = None if command.plan is None else wire.encode(command.plan)
-    payloads = list(command.payloads)
-    where, batch = (int(command.kind), command.folder), (payloads, list(command.lags.items()), command.contexts)
+    sizes = list(map(len, command.payloads))
+    where, batch = (int(command.kind), command.folder), (sizes, list(command.lags.items()), command.contexts)
     fields = (
         *where,
         *batch,
@@ -100,20 +103,22 @@ def _write(command: Command) -> bytes:
         command.held_out,
         [text.tolist() for text in command.texts],
     )
-    data: bytes = msgpack.packb(fields)
-    return data
+    packed: bytes = msgpack.packb(fields)
+    return bytearray().join((_LENGTH.pack(len(packed)), packed, *command.payloads))
 
 
-def _read(data: bytes) -> Command:
-    kind, folder, payloads, lags, contexts, rate, raw, rung, offload_bytes, version, held_out, texts = msgpack.unpackb(
-        data
+def _read(data: memoryview) -> Command:
+    ends = _LENGTH.size + _LENGTH.unpack_from(data)[0]
+    kind, folder, sizes, lags, contexts, rate, raw, rung, offload_bytes, version, held_out, texts = msgpack.unpackb(
+        data[_LENGTH.size : ends]
     )
     plan = None if raw is None else wire.decode(raw, StepPlan)
-    groups = decode_all(payloads)
+    starts = itertools.accumulate(sizes, initial=ends)
+    groups = decode_all([data[start : start + size] for start, size in zip(starts, sizes, strict=False)])
     return Command(
         CommandKind(kind),
         folder,
-        tuple(payloads),
+        (),
         groups,
         dict(lags),
         rate,
@@ -127,5 +132,5 @@ def _read(data: bytes) -> Command:
     )
 
 
-def decode_all(payloads: Sequence[bytes]) -> tuple[Experience, ...]:
+def decode_all(payloads: Sequence[bytes | memoryview]) -> tuple[Experience, ...]:
     return tuple(wire.decode(payload, Experience) for payload in payloads)

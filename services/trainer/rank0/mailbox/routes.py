@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections.abc import Sequence
 
 from penstock.shared.bus.bus import Bus
 from penstock.shared.bus.claims import Claim
@@ -14,8 +15,20 @@ log = logging.getLogger(__name__)
 
 FETCH_S = 20.0
 """After which a sample is routed live."""
+_GROUPS_AT_ONCE = 8
 _MOST_BYTES = 1 << 12
 """Of a token's routes: 128 layers of 16 experts a token, in two bytes each."""
+
+
+async def fetch_all(bus: Bus, experiences: Sequence[Experience], settings: TrainerSettings) -> list[dict[bytes, bytes]]:
+    """Return :func:`fetch` of each, of a few groups at a time."""
+    places = asyncio.Semaphore(_GROUPS_AT_ONCE)
+
+    async def fetched(experience: Experience) -> dict[bytes, bytes]:
+        async with places:
+            return await fetch(bus, experience, settings)
+
+    return await asyncio.gather(*map(fetched, experiences))
 
 
 async def fetch(bus: Bus, experience: Experience, settings: TrainerSettings) -> dict[bytes, bytes]:

@@ -407,14 +407,14 @@ class Ledger(Policies):
         if answer != b"ok":
             raise Fenced(f"expected to commit step {record.step} as version {record.version}, found {answer.decode()}")
 
-    async def standing(self, group_id: int) -> Standing:
-        """Return what the bus knows about a group."""
-        (cursor, newest), trained = await self._bus.ask_all(
-            ("HMGET", RUN, "cursor", "newest_version"), ("GETBIT", TRAINED, min(group_id, _MOST_BITS))
-        )
-        return Standing(
-            admitted=cursor is None or group_id < int(cursor), trained=bool(trained), newest_version=_version(newest)
-        )
+    async def standings(self, group_ids: Sequence[int]) -> list[Standing]:
+        """Return what the bus knows about each group, in one round trip."""
+        bits = (("GETBIT", TRAINED, min(group_id, _MOST_BITS)) for group_id in group_ids)
+        (cursor, newest), *trained = await self._bus.ask_all(("HMGET", RUN, "cursor", "newest_version"), *bits)
+        return [
+            Standing(cursor is None or group_id < int(cursor), bool(bit), _version(newest))
+            for group_id, bit in zip(group_ids, trained, strict=True)
+        ]
 
     async def is_overtaken(self, group_id: int) -> bool:
         """Whether a group admitted before ``group_id`` is still generated or scored."""

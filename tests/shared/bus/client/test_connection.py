@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.client import connection
 from tests.support.raw_redis import raw
 
 
@@ -47,3 +48,24 @@ async def test_a_command_larger_than_the_sockets_buffer_arrives_whole(client: An
     await client.execute_command("SET", "large", b"x" * (32 << 20))
     assert await client.execute_command("STRLEN", "large") == 32 << 20
     await client.execute_command("DEL", "large")
+
+
+async def test_connections_are_given_in_the_order_in_which_they_are_asked_for(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "_MOST_CONNECTIONS", 1)
+    client = connection.open_client(bus._url)
+
+    async def append(name: str, times: int) -> None:
+        for _ in range(times):
+            await client.execute_command("RPUSH", "order:list", name)
+
+    async with asyncio.TaskGroup() as tasks:
+        for name in "abc":
+            tasks.create_task(append(name, 3))
+        cancelled = tasks.create_task(append("x", 1))
+        tasks.create_task(append("d", 3))
+        await asyncio.sleep(0)
+        cancelled.cancel()
+    assert b"".join(await client.execute_command("LRANGE", "order:list", 0, -1)) == b"abcd" * 3
+    await connection.close_client(client)
