@@ -275,8 +275,6 @@ def measured(arguments: argparse.Namespace, shown: Figures, keep: Callable[[], N
                 tell(f"longest {way}", longest(short, long[0], USABLE * capacity))
         if arguments.mixed and len(of["offloaded"]) > 1 and has_time(arguments.mixed_s):
             tell("mixed", mixed(rows, of["offloaded"][1], arguments.mixed, arguments.count))
-        if arguments.at and has_time(arguments.at_s):
-            tell(f"pass of {arguments.at:,} offloaded", one_pass(rows, arguments.at, "offloaded"))
     dist.destroy_process_group()
 
 
@@ -291,8 +289,6 @@ def main() -> None:
     parser.add_argument("--mixed", type=int, default=0, help="tokens of a short sample of the mixed batch; 0: none")
     parser.add_argument("--count", type=int, default=96, help="short samples of the mixed batch")
     parser.add_argument("--mixed-s", type=float, default=60.0, help="seconds that the mixed batch may need")
-    parser.add_argument("--at", type=int, default=0, help="tokens of one more pass, offloaded; 0: none")
-    parser.add_argument("--at-s", type=float, default=60.0, help="seconds that it may need")
     parser.add_argument("--limit-s", type=float, default=math.inf)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
