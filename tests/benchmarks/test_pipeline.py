@@ -208,7 +208,7 @@ def test_a_call_interrupted_before_enough_steps_has_no_rate(capsys: pytest.Captu
     figures.note_partial("async", [_line(1), _line(2), _line(3)])
     figures.print({}, {"complete": False})
     printed = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert printed == {"complete": False, "tokens_per_sample": {}, "gpus": {}, "partial": {}}
+    assert printed == {"complete": False, "tokens_per_sample": {}, "gpus": {}, "trl_figures": {}, "partial": {}}
 
 
 def test_runs_of_one_name_are_kept_beside_each_other(tmp_path: Path) -> None:
