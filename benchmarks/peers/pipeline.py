@@ -279,12 +279,14 @@ def run_trl(folder: Path, work: Work, steps: int, limit_s: float, mode: str = "t
 def _run_trl_async(
     command: list[str], folder: Path, limit_s: float, environment: Mapping[str, str], server: "VllmServer"
 ) -> dict[str, Any]:
-    """Return the last figures, which it prints after each step; also of a run that was not done in time."""
-    try:
-        return _printed(_run(command, folder, limit_s, environment, watched=server))
-    except NotDone as late:
-        print(f"({late.limit_s:.0f} s are over)  ", end="", flush=True)
-        return _printed(late.output)
+    """Return the last figures, which it prints after each step, and GPU shares; also of a run that was not done in time."""
+    with gpu_meter() as meter:
+        try:
+            told = _printed(_run(command, folder, limit_s, environment, watched=server))
+        except NotDone as late:
+            print(f"({late.limit_s:.0f} s are over)  ", end="", flush=True)
+            told = _printed(late.output)
+    return {**told, "gpus": meter.figures(told["begin_s"], told["end_s"])}
 
 
 def _printed(output: str) -> dict[str, Any]:

@@ -175,7 +175,7 @@ def figures(ends_s: list[float], rows: list[dict[str, float]]) -> dict[str, Any]
     """Return the rate and means of the steps after the first third, at least two.
 
     Args:
-        ends_s: when each step ended.
+        ends_s: when each step ended, in Unix seconds.
         rows: TRL's metrics of each step.
     """
     warm = max(_WARM, len(rows) // 3)
@@ -191,6 +191,8 @@ def figures(ends_s: list[float], rows: list[dict[str, float]]) -> dict[str, Any]
         "samples_per_s": samples / seconds,
         "samples_per_step": samples / len(measured),
         "tokens_per_sample": sum(log["batch/trained_tokens_per_step"] for log in measured) / samples,
+        "begin_s": ends_s[warm - 1],
+        "end_s": ends_s[-1],
         **{name: round(mean(metric), 4) for name, metric in _FIGURES.items()},
     }
 
@@ -219,7 +221,7 @@ def main() -> None:
 
     class Clock(TrainerCallback):  # type: ignore[misc]
         def on_step_end(self, *_: object, **__: object) -> None:
-            ends_s.append(time.perf_counter())
+            ends_s.append(time.time())
 
         def on_log(self, *_: object, logs: dict[str, float] | None = None, **__: object) -> None:
             if logs and "batch/samples_per_step" in logs:
