@@ -79,7 +79,7 @@ class IpcWeightTransfer:
         self._client.start_weight_update()
         self._client.update_weights(update_of(tensors))
         self._client.finish_weight_update()
-        torch.cuda.ipc_collect()
+        torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
 
     def resume(self) -> None:
         """Continue decoding."""
@@ -95,7 +95,7 @@ def update_of(tensors: list[tuple[str, Any]]) -> dict[str, Any]:
     from torch.multiprocessing.reductions import reduce_tensor
 
     device = str(torch.cuda.get_device_properties(tensors[0][1].device).uuid)
-    handles = [{device: reduce_tensor(tensor)[1]} for _, tensor in tensors]
+    handles = [{device: reduce_tensor(tensor)[1]} for _, tensor in tensors]  # type: ignore[no-untyped-call]
     return {
         "names": [name for name, _ in tensors],
         "dtype_names": [str(tensor.dtype).removeprefix("torch.") for _, tensor in tensors],

@@ -1,6 +1,7 @@
 """What TRL's asynchronous trainer is given: prompts as they are, attention, weights on the same GPU, and a server."""
 
 import argparse
+import importlib.util
 import json
 import subprocess
 import sys
@@ -100,8 +101,10 @@ def _attend(
         of_part = (query[rows], key[columns], value[columns])
         queries, keys = len(of_part[0]), len(of_part[1])
         mask = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
-        heads_first = (tensor.transpose(0, 1) for tensor in of_part)
-        output = scaled_dot_product_attention(*heads_first, attn_mask=mask, scale=scale, enable_gqa=True)
+        heads_first = [tensor.transpose(0, 1) for tensor in of_part]
+        output = scaled_dot_product_attention(
+            heads_first[0], heads_first[1], heads_first[2], attn_mask=mask, scale=scale, enable_gqa=True
+        )
         outputs.append(output.transpose(0, 1))
     return torch.cat(outputs)
 
@@ -159,7 +162,12 @@ def test_weights_stay_until_the_server_has_them_all(monkeypatch: pytest.MonkeyPa
 
     sent: list[weakref.ref[torch.Tensor]] = []
     calls: list[tuple[str, int]] = []
-    monkeypatch.setattr(reductions, "reduce_tensor", lambda tensor: (None, sent.append(weakref.ref(tensor))))
+
+    def reduce_tensor(tensor: torch.Tensor) -> tuple[None, int]:
+        sent.append(weakref.ref(tensor))
+        return None, tensor.numel()
+
+    monkeypatch.setattr(reductions, "reduce_tensor", reduce_tensor)
 
     class Client:
         def __getattr__(self, name: str) -> Any:
@@ -195,7 +203,7 @@ def test_a_run_ends_with_its_server(tmp_path: Path) -> None:
 def test_without_ray_an_empty_module_is_imported_and_offers_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pipeline.importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     program = "import ray\ntry:\n    import ray.util\nexcept ImportError:\n    print('no', hasattr(ray, 'init'))"
     environment = environment_with(_with_ray(tmp_path))
     printed = subprocess.run(
