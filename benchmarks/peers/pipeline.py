@@ -264,9 +264,12 @@ def run_trl(folder: Path, work: Work, steps: int, limit_s: float, mode: str = "t
         if work.served and (asynchronous or not one_gpu):
             server = around.enter_context(vllm_server(folder, work.model, MODEL_TOKENS, same_gpu=one_gpu))
         environment = only(0) if work.served or one_gpu else {}
-        if asynchronous and server is not None:  # TRL waits for the server, and is imported meanwhile
+        if asynchronous and server is not None:
             command = [sys.executable, "-m", "benchmarks.peers.trl_async", *work.asynchronous_arguments(steps)]
-            command += ["--vllm-url", server.url, *(["--same-gpu"] if one_gpu else [])]
+            if one_gpu:  # vLLM fails if others free memory while it measures its own
+                command += ["--vllm-url", server.wait(), "--same-gpu"]
+            else:  # TRL waits for the server, and is imported meanwhile
+                command += ["--vllm-url", server.url]
             return _run_trl_async(command, folder, limit_s, environment, server)
         command = [sys.executable, "-m", "benchmarks.peers.trl_grpo", *work.arguments(steps)]
         if one_gpu:

@@ -180,7 +180,7 @@ def figures(ends_s: list[float], rows: list[dict[str, float]]) -> dict[str, Any]
     """
     warm = max(_WARM, len(rows) // 3)
     measured, seconds = rows[warm:], ends_s[-1] - ends_s[warm - 1]
-    samples = sum(log["batch/samples_per_step"] for log in measured)
+    samples = sum(round(log["batch/samples_per_step"]) for log in measured)
 
     def mean(name: str) -> float:
         return sum(log.get(name) or 0.0 for log in measured) / len(measured)
@@ -229,7 +229,12 @@ def main() -> None:
                 if len(rows) > _WARM:
                     print(json.dumps(figures(ends_s, rows)), flush=True)
 
-    build(arguments, [Clock()]).train()
+        def on_train_end(self, *_: object, **__: object) -> None:
+            if trainer.rollout_worker._process is not None:  # TRL waits 15 s for what it still decodes
+                trainer.rollout_worker._process.terminate()
+
+    trainer = build(arguments, [Clock()])
+    trainer.train()
 
 
 if __name__ == "__main__":
