@@ -197,6 +197,13 @@ def figures(ends_s: list[float], rows: list[dict[str, float]]) -> dict[str, Any]
     }
 
 
+def end_rollouts(worker: Any) -> None:
+    """End the process of TRL's worker, which would decode what is in flight for 15 s."""
+    worker._stop_event_mp.set()  # first: set, as TRL does after this, waits for ever for a waiter that was killed
+    worker._process.join(1.0)
+    worker._process.terminate()
+
+
 def main() -> None:
     """Train, and print the figures so far after each step that is measured."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -230,8 +237,7 @@ def main() -> None:
                     print(json.dumps(figures(ends_s, rows)), flush=True)
 
         def on_train_end(self, *_: object, **__: object) -> None:
-            if trainer.rollout_worker._process is not None:  # TRL waits 15 s for what it still decodes
-                trainer.rollout_worker._process.terminate()
+            end_rollouts(trainer.rollout_worker)
 
     trainer = build(arguments, [Clock()])
     trainer.train()
