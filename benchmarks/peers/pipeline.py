@@ -270,6 +270,7 @@ def run_trl(folder: Path, work: Work, steps: int, limit_s: float, mode: str = "t
                 command += ["--vllm-url", server.wait(), "--same-gpu"]
             else:  # TRL waits for the server, and is imported meanwhile
                 command += ["--vllm-url", server.url]
+                environment |= {"VLLM_HOST_IP": "127.0.0.1"}  # where both meet for NCCL, also without a network
             return _run_trl_async(command, folder, limit_s, environment, server)
         command = [sys.executable, "-m", "benchmarks.peers.trl_grpo", *work.arguments(steps)]
         if one_gpu:
