@@ -23,7 +23,7 @@ CUDA IPC; start the daemon of CUDA MPS before, so that their kernels run side by
 
 Prints seconds per step by phase, the first mode's rate over each other's (``async_over_trl``, ``async_over_sync``;
 medians), ``samples_per_s``, ``tokens_per_sample`` of the last run, without which rates of samples of different lengths
-say nothing, GPUs' ``busy`` and ``idle`` share, and what TRL printed (``trl_figures``). A run is ended once its last step is measured, before
+say nothing, its ``measured_steps``, GPUs' ``busy`` and ``idle`` share, and what TRL printed (``trl_figures``). A run is ended once its last step is measured, before
 its last checkpoint and its export. A system that is not done after ``--limit-s`` is measured by the steps it made, and
 the state of each process is printed. After SIGTERM the figures so far are printed, with ``complete`` false and, in
 ``partial``, those of the run that was ended.
@@ -290,6 +290,10 @@ def _run_trl_async(
         except NotDone as late:
             print(f"({late.limit_s:.0f} s are over)  ", end="", flush=True)
             told = _printed(late.output)
+            if (steps := told["measured_steps"]) < _LEAST_STEPS:  # fewer are of what was generated before the first
+                raise SystemExit(
+                    f"expected {_LEAST_STEPS} measured steps of TRL, found {steps} in {late.limit_s:.0f} s: raise --limit-s"
+                ) from late
     return {**told, "gpus": meter.figures(told["begin_s"], told["end_s"])}
 
 
@@ -492,6 +496,7 @@ class _Report:
     gpus: dict[str, dict[str, dict[str, float]]] = dataclasses.field(default_factory=dict)
     tokens: dict[str, float] = dataclasses.field(default_factory=dict)
     """Per sample."""
+    measured_steps: dict[str, int] = dataclasses.field(default_factory=dict)
     trl_figures: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
     partial: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
 
@@ -503,8 +508,9 @@ class _Report:
             self.partial[mode] = {"steps": len(lines), "samples_per_s": round(rate, 1)}
 
     def note_tokens(self, mode: str, lines: Sequence[dict[str, Any]], max_lag: int) -> None:
-        """Keep the mean length of the completions of the steps that count."""
-        self.tokens[mode] = round(_mean(_steady(lines, max_lag)[1:], "response_tokens_mean"), 1)
+        """Keep the mean length of the completions of the steps that count, and how many these are."""
+        _, *counted = _steady(lines, max_lag)
+        self.tokens[mode], self.measured_steps[mode] = round(_mean(counted, "response_tokens_mean"), 1), len(counted)
 
     def print(self, kept: Mapping[str, list[float]], about: Mapping[str, object]) -> None:
         """Print a table of the phases, and one JSON object with the rates of this call or of all."""
@@ -518,6 +524,7 @@ class _Report:
                     **about,
                     **(_figures(rates) if rates else {}),
                     "tokens_per_sample": self.tokens,
+                    "measured_steps": self.measured_steps,
                     "gpus": self.gpus,
                     "trl_figures": self.trl_figures,
                     "partial": self.partial,
@@ -539,6 +546,7 @@ def _measure(work: Work, arguments: argparse.Namespace, flags: list[str], report
                     told = run_trl(Path(name), work, arguments.steps, arguments.limit_s, mode)
                     rate, report.trl_figures[mode] = float(told["samples_per_s"]), told
                     report.tokens[mode] = round(told["tokens_per_sample"], 1)
+                    report.measured_steps[mode] = told["measured_steps"]
                 of_mode.append(rate)
                 kept.add(work.name, mode, rate, flags if mode in _LAGS else [])
                 print(f"{mode} {rate:,.1f}/s  ", end="", flush=True)

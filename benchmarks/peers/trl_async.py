@@ -187,6 +187,7 @@ def figures(ends_s: list[float], rows: list[dict[str, float]]) -> dict[str, Any]
 
     return {
         "system": "trl_async",
+        "measured_steps": len(measured),
         "step_s": seconds / len(measured),
         "samples_per_s": samples / seconds,
         "samples_per_step": samples / len(measured),

@@ -17,7 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.peers import pipeline, trl_async
 from benchmarks.peers import work as pipeline_work
-from benchmarks.peers.pipeline import VllmServer, _with_ray, environment_with, run_trl
+from benchmarks.peers.pipeline import NotDone, VllmServer, _with_ray, environment_with, run_trl
 from benchmarks.peers.trl_async import Attention, IpcWeightTransfer, figures, tokenizer_of, update_of
 from benchmarks.peers.work import TAIL_TOKENS, Work, long
 from penstock.services.trainer.model.layers import variable_length
@@ -234,6 +234,29 @@ def test_the_rate_is_of_the_samples_that_were_trained_after_the_first_third() ->
     told = figures([5.0, 10.0, 12.0, 14.0, 16.0, 20.0], rows)
     assert (told["samples_per_s"], told["samples_per_step"]) == (100.0, 250.0)
     assert (told["step_s"], told["tokens_per_sample"], told["ratio"]) == (2.5, 10.0, 1.0)
+    assert told["measured_steps"] == 4
+
+
+@pytest.mark.parametrize("steps", [1, 3, 4])
+def test_a_late_run_of_few_measured_steps_has_no_rate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int
+) -> None:
+    """The first ones train what was generated before them."""
+    told = {"samples_per_s": 54.0, "measured_steps": steps, "begin_s": 1.0, "end_s": 2.0}
+
+    def late(*_: object, **__: object) -> str:
+        error = NotDone("not done")
+        error.limit_s, error.output = 165.0, json.dumps(told)
+        raise error
+
+    monkeypatch.setattr(pipeline, "_run", late)
+    with subprocess.Popen([sys.executable, "-c", ""]) as process:
+        server = VllmServer("http://127.0.0.1:1", process, tmp_path / "log")
+    if steps < 4:
+        with pytest.raises(SystemExit, match=f"expected 4 measured steps of TRL, found {steps} in 165 s"):
+            pipeline._run_trl_async([], tmp_path, 165.0, {}, server)
+    else:
+        assert pipeline._run_trl_async([], tmp_path, 165.0, {}, server) == {**told, "gpus": {}}
 
 
 def test_an_asynchronous_mode_without_a_server_is_refused(work: Work, tmp_path: Path) -> None:
