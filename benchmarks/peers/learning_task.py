@@ -407,7 +407,8 @@ def run_trl(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
 
     with contextlib.ExitStack() as around:
         if arguments.gpus == 2:
-            command += ["--vllm-url", around.enter_context(vllm_server(folder, str(folder / "policy"), task.context))]
+            server = around.enter_context(vllm_server(folder, str(folder / "policy"), task.context))
+            command += ["--vllm-url", server.wait()]
         every = watch(folder, "trl", command, environment, rows, arguments)
     return figures(every, every[0]["at_s"], started_s, arguments.accuracy)
 

@@ -1,4 +1,4 @@
-r"""The same work asynchronous, synchronous (``max_lag = 0``) and by TRL's GRPOTrainer, alternately.
+r"""The same work asynchronous, synchronous (``max_lag = 0``) and by TRL, alternately.
 
 The demo's work or long answers (``pipeline_work``). Rates are samples / seconds between commits of steady steps: after a
 third of them, without the last ``max_lag``, in multiples of ``max_lag + 1`` (``penstock.services.plan.measured.steady``); TRL's
@@ -10,16 +10,20 @@ after a third.
         --trainer.gradient_checkpointing=true --trainer.optimizer=adamw_8bit
 
 On GPUs each system trains on one and generates by vLLM on the other. Other flags go to ``penstock up``, such as
-``--rollout.engines_per_gpu=auto``. ``--work tail`` has completions of very different lengths.
+``--rollout.engines_per_gpu=auto``. ``--work tail`` has completions of very different lengths. ``trl`` is TRL's
+GRPOTrainer, ``trl_async`` its AsyncGRPOTrainer (``benchmarks.peers.trl_async``, on GPUs only).
 
 On one GPU, in turn: ``shared`` is ``placement.mode = "shared"`` with ``max_lag = 1``, ``colocate`` TRL's vLLM in the
-trainer's process (``vllm_mode = "colocate"``, without sleep mode, which a small model does not need)::
+trainer's process (``vllm_mode = "colocate"``, without sleep mode, which a small model does not need). With
+``colocate_async``, TRL's AsyncGRPOTrainer and vLLM's server use the GPU at the same time, and weights are handed over by
+CUDA IPC; start the daemon of CUDA MPS before, so that their kernels run side by side (docs/placement.md)::
 
-    python -m benchmarks.peers.pipeline --work long --shape 0.5b --device cuda --steps 15 --rounds 1 --modes shared colocate
+    python -m benchmarks.peers.pipeline --work long --shape 0.5b --device cuda --steps 15 --rounds 1 \
+        --modes shared colocate colocate_async
 
 Prints seconds per step by phase, the first mode's rate over each other's (``async_over_trl``, ``async_over_sync``;
 medians), ``samples_per_s``, ``tokens_per_sample`` of the last run, without which rates of samples of different lengths
-say nothing, and GPUs' ``busy`` and ``idle`` share. A run is ended once its last step is measured, before
+say nothing, its ``measured_steps``, GPUs' ``busy`` and ``idle`` share, and what TRL printed (``trl_figures``). A run is ended once its last step is measured, before
 its last checkpoint and its export. A system that is not done after ``--limit-s`` is measured by the steps it made, and
 the state of each process is printed. After SIGTERM the figures so far are printed, with ``complete`` false and, in
 ``partial``, those of the run that was ended.
@@ -36,6 +40,7 @@ of the model, each call but the first has about a minute less. It has a folder f
 import argparse
 import contextlib
 import dataclasses
+import importlib.util
 import itertools
 import json
 import os
@@ -57,6 +62,7 @@ from typing import Any
 import tomli_w
 
 from benchmarks.gpu_meter import gpu_meter, only
+from benchmarks.peers.trl_async import SERVER_SEQUENCES
 from benchmarks.peers.work import MODEL_TOKENS, ROOT, TAIL_TOKENS, Work, arithmetic, long, work_folder
 from benchmarks.shapes import SHAPES
 from penstock.services.plan.measured import steady
@@ -74,6 +80,7 @@ _KEEP_EVERY_S = 10.0
 _LAGS = {"async": 1, "sync": 0, "shared": 1}
 _ONE_GPU_SHARE = 0.4
 """Of one GPU's memory for vLLM, weights included."""
+_TRL = ("trl", "colocate", "trl_async", "colocate_async")
 
 
 def run_penstock(
@@ -168,6 +175,7 @@ class NotDone(SystemExit):
     """A run did not end in time."""
 
     limit_s = 0.0
+    output = ""
     states = ""
     """Of its processes, when the time was over."""
 
@@ -242,23 +250,51 @@ def _shared(work: Work) -> list[str]:
     return ["--placement.mode=shared", *(gpu if work.served else ())]
 
 
-def run_trl(folder: Path, work: Work, steps: int, limit_s: float, *, colocate: bool = False) -> tuple[float, float]:
-    """Return the baseline's samples per second and tokens per sample.
+def run_trl(folder: Path, work: Work, steps: int, limit_s: float, mode: str = "trl") -> dict[str, Any]:
+    """Return what TRL printed: ``samples_per_s``, ``tokens_per_sample`` and more.
 
-    With ``colocate``, vLLM generates in the trainer's process.
+    Args:
+        mode: ``trl`` or ``trl_async`` with a GPU for vLLM's server, or ``colocate`` or ``colocate_async`` on one GPU.
     """
-    command = [sys.executable, "-m", "benchmarks.peers.trl_grpo", *work.arguments(steps)]
+    one_gpu, asynchronous = mode.startswith("colocate"), mode.endswith("_async")
+    if asynchronous and not work.served:
+        raise SystemExit(f"{mode} needs vLLM's server: use --work long or tail and --device cuda")
     with contextlib.ExitStack() as around:
-        environment: dict[str, str] = {}
-        if colocate:
+        server: VllmServer | None = None
+        if work.served and (asynchronous or not one_gpu):
+            server = around.enter_context(vllm_server(folder, work.model, MODEL_TOKENS, same_gpu=one_gpu))
+        environment = only(0) if work.served or one_gpu else {}
+        if asynchronous and server is not None:
+            command = [sys.executable, "-m", "benchmarks.peers.trl_async", *work.asynchronous_arguments(steps)]
+            if one_gpu:  # vLLM fails if others free memory while it measures its own
+                command += ["--vllm-url", server.wait(), "--same-gpu"]
+            else:  # TRL waits for the server, and is imported meanwhile
+                command += ["--vllm-url", server.url]
+                environment |= {"VLLM_HOST_IP": "127.0.0.1"}  # where both meet for NCCL, also without a network
+            return _run_trl_async(command, folder, limit_s, environment, server)
+        command = [sys.executable, "-m", "benchmarks.peers.trl_grpo", *work.arguments(steps)]
+        if one_gpu:
             command += ["--vllm-share", str(_ONE_GPU_SHARE), "--vllm-tokens", str(MODEL_TOKENS)]
-            environment |= only(0)
-        elif work.served:
-            command += ["--vllm-url", around.enter_context(vllm_server(folder, work.model, MODEL_TOKENS))]
-            environment |= only(0)
-        output = _run(command, folder, limit_s, environment)
-    figures = _printed(output)
-    return float(figures["samples_per_s"]), float(figures["tokens_per_sample"])
+        elif server is not None:
+            command += ["--vllm-url", server.wait()]
+        return _printed(_run(command, folder, limit_s, environment))
+
+
+def _run_trl_async(
+    command: list[str], folder: Path, limit_s: float, environment: Mapping[str, str], server: "VllmServer"
+) -> dict[str, Any]:
+    """Return the last figures, which it prints after each step, and GPU shares; also of a run that was not done in time."""
+    with gpu_meter() as meter:
+        try:
+            told = _printed(_run(command, folder, limit_s, environment, watched=server))
+        except NotDone as late:
+            print(f"({late.limit_s:.0f} s are over)  ", end="", flush=True)
+            told = _printed(late.output)
+            if (steps := told["measured_steps"]) < _LEAST_STEPS:  # fewer are of what was generated before the first
+                raise SystemExit(
+                    f"expected {_LEAST_STEPS} measured steps of TRL, found {steps} in {late.limit_s:.0f} s: raise --limit-s"
+                ) from late
+    return {**told, "gpus": meter.figures(told["begin_s"], told["end_s"])}
 
 
 def _printed(output: str) -> dict[str, Any]:
@@ -273,38 +309,62 @@ def _printed(output: str) -> dict[str, Any]:
     return dict(json.loads(lines[-1]))
 
 
+class VllmServer(_Command):
+    """vLLM's server, for TRL."""
+
+    def __init__(self, url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+        self.url = url
+        self._process, self._log = process, log
+
+    def wait(self) -> str:
+        """Return the URL once the server answers."""
+        until_s = time.monotonic() + _SERVER_S
+        while time.monotonic() < until_s and self._process.poll() is None:
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.url}/health", timeout=5):
+                return self.url
+            time.sleep(0.5)
+        end = self._log.read_text()[-3000:]
+        raise SystemExit(f"expected vLLM's server at {self.url} in {_SERVER_S} s, found none:\n{end}")
+
+    def wrong(self) -> str:
+        """Return how the server ended, if it did: TRL asks on for minutes."""
+        code = self._process.poll()
+        return "" if code is None else f"vLLM's server ended with {code}:\n{self._log.read_text()[-3000:]}"
+
+
 @contextlib.contextmanager
-def vllm_server(folder: Path, model: str, context_tokens: int) -> Iterator[str]:
-    """Serve ``model`` on the second GPU for TRL; yield the URL."""
+def vllm_server(folder: Path, model: str, context_tokens: int, *, same_gpu: bool = False) -> Iterator[VllmServer]:
+    """Start a server of ``model`` for TRL, on the second GPU, or with ``same_gpu`` on the first, as TRL."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    options = {"--model": model, "--dtype": "bfloat16", "--max-model-len": str(context_tokens), "--max-num-seqs": "512"}
-    options |= {"--weight-transfer-config": '{"backend":"nccl"}', "--host": "127.0.0.1", "--port": str(port)}
-    command = [
-        sys.executable,
-        "-m",
-        "vllm.entrypoints.openai.api_server",
-        *(w for pair in options.items() for w in pair),
-    ]
-    environment = environment_with({**only(1), "VLLM_SERVER_DEV_MODE": "1"})
+    options = {"--model": model, "--dtype": "bfloat16", "--max-model-len": str(context_tokens)}
+    options |= {"--max-num-seqs": str(SERVER_SEQUENCES), "--host": "127.0.0.1", "--port": str(port)}
+    options["--weight-transfer-config"] = json.dumps({"backend": "ipc" if same_gpu else "nccl"})
+    environment = {**only(0 if same_gpu else 1), "VLLM_SERVER_DEV_MODE": "1"}
+    if same_gpu:
+        options["--gpu-memory-utilization"] = str(_ONE_GPU_SHARE)
+        environment |= {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1", **_with_ray(folder)}  # handles arrive pickled
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *itertools.chain(*options.items())]
     log = folder / "vllm-server.log"
-    server = subprocess.Popen(command, cwd=folder, env=environment, stdout=log.open("wb"), stderr=subprocess.STDOUT)
+    server = subprocess.Popen(
+        command, cwd=folder, env=environment_with(environment), stdout=log.open("wb"), stderr=subprocess.STDOUT
+    )
     try:
-        url = f"http://127.0.0.1:{port}"
-        _wait_for(server, f"{url}/health", log)
-        yield url
+        yield VllmServer(f"http://127.0.0.1:{port}", server, log)
     finally:
         end(server, 30.0)
 
 
-def _wait_for(server: subprocess.Popen[bytes], url: str, log: Path) -> None:
-    until_s = time.monotonic() + _SERVER_S
-    while time.monotonic() < until_s and server.poll() is None:
-        with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=5):
-            return
-        time.sleep(0.5)
-    raise SystemExit(f"expected vLLM's server at {url} in {_SERVER_S} s, found none:\n{log.read_text()[-3000:]}")
+def _with_ray(folder: Path) -> dict[str, str]:
+    """Return where Python finds ray, which vLLM 0.26's IPC engine imports and uses only between actors of ray: an empty
+    module if ray is not installed."""
+    if importlib.util.find_spec("ray") is not None:
+        return {}
+    empty = folder / "empty" / "ray.py"
+    empty.parent.mkdir(exist_ok=True)
+    empty.touch()
+    return {"PYTHONPATH": os.pathsep.join((str(empty.parent), environment_with({})["PYTHONPATH"]))}
 
 
 def _run(
@@ -344,7 +404,7 @@ def _run(
     if not late:
         raise SystemExit(sentence)
     error = NotDone(sentence)
-    error.limit_s, error.states = limit_s, states
+    error.limit_s, error.output, error.states = limit_s, output, states
     raise error
 
 
@@ -419,7 +479,7 @@ def _parse() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--kernels", choices=("torch", "auto"), default="auto", help="trainer.kernels, on GPUs")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--modes", nargs="+", choices=(*_LAGS, "trl", "colocate"), default=["async", "sync", "trl"])
+    parser.add_argument("--modes", nargs="+", choices=(*_LAGS, *_TRL), default=["async", "sync", "trl"])
     parser.add_argument("--limit-s", type=float, default=900.0, help="seconds of one system's run")
     parser.add_argument("--folder", type=Path, help="keep model and prompts here, and use them again")
     parser.add_argument("--keep", type=Path, help="folder for each run's metrics, events, memory and logs")
@@ -436,6 +496,8 @@ class _Report:
     gpus: dict[str, dict[str, dict[str, float]]] = dataclasses.field(default_factory=dict)
     tokens: dict[str, float] = dataclasses.field(default_factory=dict)
     """Per sample."""
+    measured_steps: dict[str, int] = dataclasses.field(default_factory=dict)
+    trl_figures: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
     partial: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
 
     def note_partial(self, mode: str, lines: Sequence[dict[str, Any]]) -> None:
@@ -446,8 +508,9 @@ class _Report:
             self.partial[mode] = {"steps": len(lines), "samples_per_s": round(rate, 1)}
 
     def note_tokens(self, mode: str, lines: Sequence[dict[str, Any]], max_lag: int) -> None:
-        """Keep the mean length of the completions of the steps that count."""
-        self.tokens[mode] = round(_mean(_steady(lines, max_lag)[1:], "response_tokens_mean"), 1)
+        """Keep the mean length of the completions of the steps that count, and how many these are."""
+        _, *counted = _steady(lines, max_lag)
+        self.tokens[mode], self.measured_steps[mode] = round(_mean(counted, "response_tokens_mean"), 1), len(counted)
 
     def print(self, kept: Mapping[str, list[float]], about: Mapping[str, object]) -> None:
         """Print a table of the phases, and one JSON object with the rates of this call or of all."""
@@ -461,7 +524,9 @@ class _Report:
                     **about,
                     **(_figures(rates) if rates else {}),
                     "tokens_per_sample": self.tokens,
+                    "measured_steps": self.measured_steps,
                     "gpus": self.gpus,
+                    "trl_figures": self.trl_figures,
                     "partial": self.partial,
                 }
             ),
@@ -478,9 +543,10 @@ def _measure(work: Work, arguments: argparse.Namespace, flags: list[str], report
                 if mode in _LAGS:
                     rate = _penstock(Path(name), work, mode, arguments, flags, report)
                 else:
-                    colocate = mode == "colocate"
-                    rate, tokens = run_trl(Path(name), work, arguments.steps, arguments.limit_s, colocate=colocate)
-                    report.tokens[mode] = round(tokens, 1)
+                    told = run_trl(Path(name), work, arguments.steps, arguments.limit_s, mode)
+                    rate, report.trl_figures[mode] = float(told["samples_per_s"]), told
+                    report.tokens[mode] = round(told["tokens_per_sample"], 1)
+                    report.measured_steps[mode] = told["measured_steps"]
                 of_mode.append(rate)
                 kept.add(work.name, mode, rate, flags if mode in _LAGS else [])
                 print(f"{mode} {rate:,.1f}/s  ", end="", flush=True)

@@ -117,6 +117,7 @@ def main() -> None:
         json.dumps(
             {
                 "system": "trl",
+                "measured_steps": len(finished) - warm,
                 "step_s": step_s,
                 "samples_per_s": samples / step_s,
                 "tokens_per_sample": sum(tokens[warm:]) / len(tokens[warm:]),

@@ -49,6 +49,8 @@ class Work:
     trl: list[str]
     served: bool = False
     """TRL's trainer and vLLM server have a GPU each."""
+    sample_tokens: float = 0.0
+    """That a sample adds to a row on average: its completion, and its share of the group's prompt."""
 
     @property
     def model(self) -> str:
@@ -56,7 +58,17 @@ class Work:
         return str(ROOT / self.settings["policy"]["model"])
 
     def arguments(self, steps: int) -> list[str]:
-        """Return the baseline's arguments."""
+        """Return the arguments of TRL's synchronous trainer."""
+        return [*self._told(steps), *self.trl]
+
+    def asynchronous_arguments(self, steps: int) -> list[str]:
+        """Return those of the asynchronous one: as many full rows as hold a step's samples on average."""
+        samples = self.settings["algorithm"]["groups_per_step"] * self.settings["sampling"]["group_size"]
+        row_tokens = self.settings["trainer"]["micro_batch_tokens"]
+        rows = max(1, round(samples * self.sample_tokens / row_tokens))
+        return [*self._told(steps), "--micro-batches", str(rows), "--row-tokens", str(row_tokens)]
+
+    def _told(self, steps: int) -> list[str]:
         settings = self.settings
         told = {
             "model": self.model,
@@ -67,7 +79,7 @@ class Work:
             "learning-rate": settings["trainer"]["learning_rate"],
             "steps": steps,
         }
-        return [*(word for name, value in told.items() for word in (f"--{name}", str(value))), *self.trl]
+        return [word for name, value in told.items() for word in (f"--{name}", str(value))]
 
 
 def arithmetic() -> Work:
@@ -118,7 +130,14 @@ def long(folder: Path, shape: str, device: str, kernels: str, *, mean_tokens: in
         settings["run"] |= {"threads": 1}
     name = f"long: {shape} on {device}, {groups} x {samples} samples, {tokens} new tokens"
     name += f" at most, {mean_tokens} on average before this limit" if mean_tokens else ""
-    return Work(name, settings, ["--reward", "lot", *(["--micro-batch", "16"] if gpu else [])], served=gpu)
+    completion = mean_tokens * (1 - math.exp(-tokens / mean_tokens)) if mean_tokens else tokens
+    return Work(
+        name,
+        settings,
+        ["--reward", "lot", *(["--micro-batch", "16"] if gpu else [])],
+        served=gpu,
+        sample_tokens=completion + PROMPT_TOKENS / samples,
+    )
 
 
 def _write_once(folder: Path, shape: str, device: str, mean_tokens: int) -> None:

@@ -176,6 +176,7 @@ def test_an_interrupted_call_prints_whole_runs_and_the_rate_of_the_last(capsys: 
     assert printed["samples_per_s"] == {"async": 4.0}
     assert printed["partial"] == {"sync": {"steps": 6, "samples_per_s": 3.0}}
     assert printed["tokens_per_sample"] == {"sync": 450.0}  # of steps 3 to 6
+    assert printed["measured_steps"] == {"sync": 4}
     assert printed["complete"] is False
 
 
@@ -208,7 +209,14 @@ def test_a_call_interrupted_before_enough_steps_has_no_rate(capsys: pytest.Captu
     figures.note_partial("async", [_line(1), _line(2), _line(3)])
     figures.print({}, {"complete": False})
     printed = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert printed == {"complete": False, "tokens_per_sample": {}, "gpus": {}, "partial": {}}
+    assert printed == {
+        "complete": False,
+        "tokens_per_sample": {},
+        "measured_steps": {},
+        "gpus": {},
+        "trl_figures": {},
+        "partial": {},
+    }
 
 
 def test_runs_of_one_name_are_kept_beside_each_other(tmp_path: Path) -> None:
