@@ -86,6 +86,9 @@ class VllmSettings(Section):
     quantization: Literal["none", "fp8"] = Field(default="none")
     """Number type of the linear layers' weights and inputs while generating. `fp8`: half the memory of bfloat16, and
     samples of a slightly different policy, so algorithm.correction must be on (docs/weights.md)."""
+    speculation: Annotated[int, Field(ge=0, le=64)] = Field(default=0)
+    """Running samples up to which the next tokens are guessed from other samples of the prompt, 0: none. Samples are
+    drawn as without guesses. For vLLM 0.26 on one GPU, without top_p, top_k and min_p."""
     arguments: dict[str, Any] = Field(default={})
     """More of vLLM's AsyncEngineArgs: {enforce_eager = true} starts without CUDA graphs, {max_num_seqs = 64} limits the
     samples decoded at a time (default: rollout.max_groups × sampling.group_size)."""

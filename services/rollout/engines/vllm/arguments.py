@@ -31,7 +31,7 @@ NOT_SERVED = {
     "node_rank": "change rollout.node",
     "master_addr": "change rollout.rendezvous",
     "master_port": "change rollout.rendezvous",
-    "speculative_config": "behavior logprobs are those of one token a step",
+    "speculative_config": "change rollout.vllm.speculation",
     "tokenizer": "token ids go in and out: change policy.tokenizer",
     "load_format": "the first version of the weights is pulled",
     "enable_return_routed_experts": "no other process reads them",

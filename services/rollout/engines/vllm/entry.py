@@ -7,6 +7,7 @@ from penstock.services.rollout.engines.engine import Engine
 from penstock.services.rollout.engines.opening import Opening, has_gpu
 from penstock.services.rollout.engines.prompts import Codec
 from penstock.services.rollout.engines.vllm.multihost.hosts import Hosts, hosts_of
+from penstock.services.rollout.engines.vllm.scheduling.guessing import GUESSING_UP_TO
 from penstock.shared.settings import Settings
 
 _CONTEXT_SHARE = 0.02
@@ -82,6 +83,9 @@ def vllm_arguments(settings: Settings, *, shares: bool = False) -> dict[str, Any
     given = settings.rollout.vllm.arguments
     if settings.rollout.vllm.quantization == "fp8":
         given = {"quantization": "fp8_per_channel", **given}
+    if settings.rollout.vllm.speculation:
+        more = given.get("additional_config", {})
+        given = {**given, "additional_config": {**more, GUESSING_UP_TO: settings.rollout.vllm.speculation}}
     if shares and has_gpu(settings.run.device):
         given = {"enable_sleep_mode": True, **given}
     if not settings.publishes_adapters:

@@ -100,8 +100,10 @@ class RunnerTap:
     def _around_batch(self, sample: Callable[..., Any]) -> Callable[..., Any]:
         def sample_batch(hidden_states: Any, input_batch: Any, *others: Any, **named: Any) -> Any:
             if self.listening:
-                batch = input_batch
-                self._record.step(batch.req_ids, batch.num_computed_tokens_np, batch.num_scheduled_tokens)
+                batch, place_m = input_batch, None
+                if batch.num_draft_tokens or self._record.is_ahead:
+                    place_m = batch.positions[batch.logits_indices]
+                self._record.step(batch.req_ids, batch.num_computed_tokens_np, batch.num_scheduled_tokens, place_m)
             return sample(hidden_states, input_batch, *others, **named)
 
         return sample_batch

@@ -7,17 +7,18 @@ their request is finished::
     a request finished      its row ─▶ pinned host memory (no wait) ─▶ :class:`Finished`
     a swap                  every held request: (tokens drawn so far, new version)
 
-Rows survive preemption. Positions are scheduler counts (exact without speculative decoding), so redrawn tokens
-overwrite discarded ones. Partially read prompts write to a spill cell. Logprobs are float32, after temperature.
+Rows survive preemption. Positions are scheduler counts, so redrawn tokens overwrite discarded ones; of requests whose
+tokens were guessed the host knows upper bounds, and the device the positions. Partially read prompts write to a spill
+cell. Logprobs are float32, after temperature.
 
 Of requests with truncated sampling, the ids that remain possible at each position are copied to the host in every step,
 for which the host waits.
 
-Legend: n requests of a step, V vocabulary.
+Legend: n requests of a step, m tokens that it draws, V vocabulary.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -82,6 +83,8 @@ class TokenRecord:
         self._index_n: torch.Tensor | None = None
         self._last: _Step | None = None
         """None after a change of any request."""
+        self._guessed: set[str] = set()
+        """Held requests of which there are at most as many tokens as ``_drawn``."""
         self._supports: dict[str, Supports] = {}
         self._truncated: list[tuple[int, int, Supports]] = []
         self._version: int | None = None
@@ -89,8 +92,19 @@ class TokenRecord:
 
     @property
     def held(self) -> dict[str, int]:
-        """Tokens drawn so far, per held request."""
+        """Tokens drawn so far, per held request; the most, after guesses."""
         return {request: int(self._drawn[row]) for request, row in self._rows.items()}
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether tokens of a held request were guessed, so that only the device knows their number."""
+        return bool(self._guessed)
+
+    def correct(self, known_tokens: Mapping[str, int]) -> None:
+        """Take the tokens of each held request, prompt included, from what the device counted."""
+        for request in self._guessed & known_tokens.keys():
+            row = self._rows[request]
+            self._drawn[row] = known_tokens[request] - self._prompt[row]
 
     def admit(
         self, request: str, prompt_tokens: int, known_tokens: int, max_new_tokens: int, truncated: bool = False
@@ -122,9 +136,19 @@ class TokenRecord:
         self._known[row], self._drawn[row] = known_tokens, drawn
         self._versions[request] = [(min(first, drawn), version) for first, version in self._versions[request]]
 
-    def step(self, requests: Sequence[str], computed_n: npt.NDArray[Any], scheduled_n: npt.NDArray[Any]) -> None:
-        """Announce a step's requests, with tokens read before and now; the next logits are theirs."""
-        if self._repeat(requests, computed_n, scheduled_n):
+    def step(
+        self,
+        requests: Sequence[str],
+        computed_n: npt.NDArray[Any],
+        scheduled_n: npt.NDArray[Any],
+        place_m: torch.Tensor | None = None,
+    ) -> None:
+        """Announce a step's requests, with tokens read before and now; the next logits are theirs.
+
+        Args:
+            place_m: of the token read before each drawn one, on the device, where requests have guesses or had.
+        """
+        if place_m is None and self._repeat(requests, computed_n, scheduled_n):
             return
         self._last = None
         row_n = np.fromiter((self._rows.get(request, -1) for request in requests), dtype=np.int64, count=len(requests))
@@ -132,11 +156,13 @@ class TokenRecord:
         position_n = read_n - self._prompt[row_n]
         draws_n = (read_n >= self._known[row_n]) & (row_n >= 0)
         self._drawn[row_n[draws_n]] = position_n[draws_n] + 1
-        if self._keeps_logprobs:
+        if place_m is not None:
+            self._index_n = self._indices(row_n, draws_n, place_m)
+            if len(place_m) > len(requests):
+                self._guessed.update(request for request in requests if request in self._rows)
+        elif self._keeps_logprobs:
             kept_n = draws_n & (position_n < self._tokens)
-            index_n = torch.from_numpy(np.where(kept_n, row_n * self._tokens + position_n, len(self._logprobs) - 1))
-            if self._device.type == "cuda":
-                index_n = index_n.pin_memory().to(self._device, non_blocking=True)
+            index_n = self._sent(np.where(kept_n, row_n * self._tokens + position_n, len(self._logprobs) - 1))
             self._index_n = index_n
             if len(requests) and bool(kept_n.all()) and not self._supports:
                 repeats = self._tokens - 1 - int(position_n.max())
@@ -147,6 +173,21 @@ class TokenRecord:
                     for place, request in enumerate(requests)
                     if draws_n[place] and request in self._supports
                 ]
+
+    @torch.inference_mode()
+    def _indices(
+        self, row_n: npt.NDArray[np.int64], draws_n: npt.NDArray[np.bool_], place_m: torch.Tensor
+    ) -> torch.Tensor:
+        """Return where to write the logprobs of tokens that follow those at ``place_m``."""
+        room_n = np.where(draws_n, self._tokens, 0)
+        each = len(place_m) // max(len(row_n), 1)
+        row_m, prompt_m, room_m = self._sent(np.stack([row_n, self._prompt[row_n], room_n]).repeat(each, axis=1))
+        position_m = place_m + 1 - prompt_m
+        return torch.where(position_m < room_m, row_m * self._tokens + position_m, len(self._logprobs) - 1)
+
+    def _sent(self, array: npt.NDArray[Any]) -> torch.Tensor:
+        tensor = torch.from_numpy(array)
+        return tensor.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else tensor
 
     @torch.inference_mode()
     def _repeat(self, requests: Sequence[str], computed_n: npt.NDArray[Any], scheduled_n: npt.NDArray[Any]) -> bool:
@@ -204,6 +245,7 @@ class TokenRecord:
         if not rows:
             return None
         self._last = None
+        self._guessed -= rows.keys()
         longest = self._tokens if self._keeps_logprobs else 0
         lengths = tuple(min(int(self._drawn[row]), longest) for row in rows.values())
         on_gpu = self._device.type == "cuda"

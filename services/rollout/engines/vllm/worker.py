@@ -30,7 +30,7 @@ import torch
 
 from penstock.services.rollout.engines.vllm import start_report
 from penstock.services.rollout.engines.vllm.arguments import check_windows
-from penstock.services.rollout.engines.vllm.decoding.several_steps import quick_sampler, split_less, take_several_steps
+from penstock.services.rollout.engines.vllm.decoding.several_steps import open_siblings, quick_sampler, split_less, take_several_steps
 from penstock.services.rollout.engines.vllm.ladder import Ladder, storages, tensors
 from penstock.services.rollout.engines.vllm.multihost.hosts import secret_of
 from penstock.services.rollout.engines.vllm.multihost.stores import bind_stores
@@ -113,13 +113,14 @@ class PolicyWorker:
             self._source = WeightSource(peers[0], port, lambda: self._secret, deadline_s=peers[2])
         self.refusal = can_listen(worker.model_runner) if capture else "as internal.logprobs says"
         self.record: TokenRecord | None = None
+        self._siblings = open_siblings(worker, self.refusal)
         if not self.refusal:
             draw_alike(worker.model_runner)
         if self._rank == 0:  # tensor-parallel ranks draw the same tokens
             self.record = TokenRecord(self._device, logprobs=not self.refusal)
             quick = quick_sampler(worker)
             self.tap = RunnerTap(worker.model_runner, self.record, self._deliver, not self.refusal, quick)
-        take_several_steps(worker)
+        take_several_steps(worker, self._siblings)
 
     def describe(self) -> dict[str, Any]:
         """Return this rank's data; ``policy_bytes`` approximates the whole policy, as it is published."""
@@ -280,6 +281,8 @@ class PolicyWorker:
         """Record that later tokens are of ``version``."""
         self._is_filled = True
         if self.record is not None:
+            if self.record.is_ahead:
+                self.record.correct(self._siblings.counted_tokens())
             self.record.swap(version)
 
     @property

@@ -6,6 +6,7 @@
     runner      k steps of one token, launched one after another     (positions, tokens and draws stay on the device)
     scheduler   k tokens of each request
 
+With guesses (``siblings.py``), steps have several tokens of each request, of which those that are right count.
 Steps after the first replay its CUDA graph of the whole model, with the work of vLLM's own steps except what cannot have
 changed; without such a graph they are vLLM's own. Also tells the scheduler whether an output was ready before Python
 asked for it. For vLLM 0.26 and its newer runner ("V2"), alone on one GPU; elsewhere steps have one token.
@@ -21,7 +22,9 @@ import numpy as np
 import torch
 
 from penstock.services.rollout.engines.vllm.arguments import release
+from penstock.services.rollout.engines.vllm.scheduling.guessing import GUESSED, GUESSES, GUESSING_UP_TO, PASS_TOKENS
 from penstock.services.rollout.engines.vllm.scheduling.plain_decoding import TOKENS_EACH, UNWAITED
+from penstock.shared.errors import SettingsError
 
 log = logging.getLogger(__name__)
 
@@ -59,10 +62,24 @@ def quick_sampler(worker: Any) -> Callable[..., Any] | None:
     return None
 
 
-def take_several_steps(worker: Any) -> None:
+def open_siblings(worker: Any, refusal: str) -> Any:
+    """Return the :class:`siblings.Siblings` of ``worker``'s runner, or None; may raise SettingsError."""
+    if not worker.vllm_config.additional_config.get(GUESSING_UP_TO, 0):
+        return None
+    if refusal or not _is_known(worker):
+        raise SettingsError(
+            "expected vLLM 0.26 with its newer model runner, alone on one GPU and without adapters, to guess tokens, found "
+            f"{refusal or 'another'}: set rollout.vllm.speculation = 0"
+        )
+    from penstock.services.rollout.engines.vllm.decoding.siblings import Siblings
+
+    return Siblings(worker.model_runner)
+
+
+def take_several_steps(worker: Any, siblings: Any = None) -> None:
     """Let ``worker``'s runner take :class:`SeveralSteps`, if it is known."""
     if _is_known(worker):
-        SeveralSteps(worker.model_runner)
+        SeveralSteps(worker.model_runner, siblings)
 
 
 def split_less() -> None:
@@ -95,26 +112,29 @@ def split_less() -> None:
 class SeveralSteps:
     """Takes ``runner``'s steps."""
 
-    def __init__(self, runner: Any) -> None:
-        self._runner = runner
+    def __init__(self, runner: Any, siblings: Any = None) -> None:
+        self._runner, self._siblings = runner, siblings
         self._execute, self._sample = runner.execute_model, runner.sample_tokens
+        if siblings is not None:
+            self._execute = functools.partial(siblings.execute, self._execute)
         self._later: Iterator[Any] = iter(())
         self._count = 0
         """Steps after the first."""
-        self._graph: Any = None
-        """The graph of the whole model that the last step replayed."""
+        self._replay: Callable[[], Any] | None = None
+        """Replays the graph of the whole model that the last step replayed."""
         runner.execute_model, runner.sample_tokens = self.execute_model, self.sample_tokens
-        graphs = getattr(runner, "cudagraph_manager", None)
-        if graphs is not None:
-            self._replay, graphs.run_fullgraph = graphs.run_fullgraph, self._noting_graph
+        for graphs in (getattr(runner, "cudagraph_manager", None), getattr(siblings, "graphs", None)):
+            if graphs is not None:
+                graphs.run_fullgraph = functools.partial(self._noting_graph, graphs.run_fullgraph)
 
-    def _noting_graph(self, graph: Any) -> Any:
-        self._graph = graph
-        return self._replay(graph)
+    def _noting_graph(self, replay: Callable[[Any], Any], graph: Any) -> Any:
+        self._replay = functools.partial(replay, graph)
+        return replay(graph)
 
     def execute_model(self, scheduler_output: Any, *others: Any, **named: Any) -> Any:
-        self._later, self._count = single_steps(scheduler_output), getattr(scheduler_output, TOKENS_EACH, 1) - 1
-        self._graph = None
+        self._later = single_steps(scheduler_output)
+        self._count = getattr(scheduler_output, TOKENS_EACH, 1) // _tokens(scheduler_output) - 1
+        self._replay = None
         return self._execute(next(self._later), *others, **named)
 
     @torch.inference_mode()
@@ -124,7 +144,7 @@ class SeveralSteps:
         if not hasattr(output, "copy_event"):
             return output
         outputs = [output]
-        if self._count and self._graph is not None:
+        if self._count and self._replay is not None:
             token_nk = torch.cat([self._repeat(state.input_batch) for _ in range(self._count)], dim=1)
             together = _Together(output, _Copied(token_nk))
         else:
@@ -136,7 +156,8 @@ class SeveralSteps:
         return output
 
     def _repeat(self, batch: Any) -> torch.Tensor:
-        """Take a step with the requests, blocks and graph of the last one; return its tokens, n × 1.
+        """Take a step with the requests, blocks and graph of the last one; return its tokens, n × 1, or with guesses
+        n × 8, −1 after those that count.
 
         As ``execute_model`` and ``sample_tokens`` of vLLM 0.26, without what is the same as in the last step.
         """
@@ -145,9 +166,12 @@ class SeveralSteps:
 
         runner = self._runner
         states, buffers = runner.req_states, runner.input_buffers
-        states.num_computed_tokens_np[batch.idx_mapping_np] += 1
-        batch.num_computed_tokens_np = batch.num_computed_tokens_np + 1
-        batch.seq_lens_cpu_upper_bound[: batch.num_reqs] += 1
+        tokens = PASS_TOKENS if batch.num_draft_tokens else 1
+        states.num_computed_tokens_np[batch.idx_mapping_np] += tokens
+        batch.num_computed_tokens_np = batch.num_computed_tokens_np + tokens
+        batch.seq_lens_cpu_upper_bound[: batch.num_reqs] += tokens
+        if batch.num_draft_tokens:
+            self._siblings.guess(batch.req_ids)
         prepare_pos_seq_lens(
             batch.idx_mapping,
             batch.query_start_loc,
@@ -164,7 +188,7 @@ class SeveralSteps:
             states.prefill_len.gpu,
             states.draft_tokens,
             batch.cu_num_logits,
-            batch.num_reqs,
+            tokens * batch.num_reqs,
             runner.model_state.num_new_sampled_tokens_per_step,
         )
         blocks, slots = runner.prepare_attn(batch)
@@ -172,10 +196,14 @@ class SeveralSteps:
             batch, CUDAGraphMode.FULL, blocks, slots, runner.attn_groups, runner.kv_cache_config
         )
         runner.model_state.prepare_inputs(batch, states)
-        drawn, sampled, rejected = runner.sample(self._replay(self._graph), batch, None)
+        assert self._replay is not None
+        drawn, sampled, rejected = runner.sample(self._replay(), batch, None)
         runner.postprocess_sampled(batch.idx_mapping, drawn.sampled_token_ids, sampled, rejected, batch.query_start_loc)
-        token_n1: torch.Tensor = drawn.sampled_token_ids
-        return token_n1
+        token_nk: torch.Tensor = drawn.sampled_token_ids
+        if batch.num_draft_tokens:
+            is_over_nk = torch.arange(tokens, device=token_nk.device) >= sampled.unsqueeze(1)
+            token_nk = token_nk.masked_fill(is_over_nk, -1)
+        return token_nk
 
 
 class _Together:
@@ -184,18 +212,30 @@ class _Together:
     def __init__(self, first: Any, *later: Any) -> None:
         self._first, self._get = first, first.get_output
         self._ready = later[-1].copy_event if later else first.copy_event
-        self._later = [each.sampled_token_ids for each in later]
+        self._later = later
 
     def get_output(self) -> Any:
         """Return vLLM's ``ModelRunnerOutput``."""
         unwaited = self._ready.query()
         self._ready.synchronize()
-        first, made = self._first.sampled_token_ids, self._get()
+        parts, made = [self._first, *self._later], self._get()
         del self._first, self._get  # which refers to this
         if self._later:
-            made.sampled_token_ids = np.concatenate([first, *self._later], axis=1).tolist()
+            token_nk = np.concatenate([_counting(part) for part in parts], axis=1)
+            if (token_nk < 0).any():
+                made.sampled_token_ids = [row[row >= 0].tolist() for row in token_nk]
+            else:
+                made.sampled_token_ids = token_nk.tolist()
         setattr(made, UNWAITED, unwaited)
         return made
+
+
+def _counting(part: Any) -> Any:
+    """Return the tokens of a step, n × k, −1 after those that count."""
+    token_nk, count_n = part.sampled_token_ids, getattr(part, "num_sampled_tokens_np", None)
+    if count_n is None or token_nk.shape[1] == 1:
+        return token_nk
+    return np.where(np.arange(token_nk.shape[1]) < count_n[:, None], token_nk, -1)
 
 
 class _Copied:
@@ -207,22 +247,30 @@ class _Copied:
         self.copy_event.record()
 
 
+def _tokens(step: Any) -> int:
+    """Return the tokens of each request in each of the steps that ``step`` consists of."""
+    return PASS_TOKENS if getattr(step, GUESSED, False) else 1
+
+
 def single_steps(step: Any) -> Iterator[Any]:
-    """Yield the steps of one token of each request that ``step`` consists of."""
-    count = getattr(step, TOKENS_EACH, 1)
-    if count == 1:
+    """Yield the steps of one token of each request, or one with its guesses, that ``step`` consists of."""
+    tokens = _tokens(step)
+    count = getattr(step, TOKENS_EACH, 1) // tokens
+    if count == tokens == 1:
         yield step
         return
     cached = step.scheduled_cached_reqs
     single = copy.copy(step)
-    single.num_scheduled_tokens = dict.fromkeys(step.num_scheduled_tokens, 1)
-    single.total_num_scheduled_tokens = len(single.num_scheduled_tokens)
+    single.num_scheduled_tokens = dict.fromkeys(step.num_scheduled_tokens, tokens)
+    single.total_num_scheduled_tokens = tokens * len(single.num_scheduled_tokens)
+    if tokens > 1:
+        single.scheduled_spec_decode_tokens = dict.fromkeys(step.num_scheduled_tokens, [-1] * GUESSES)
     yield single
-    for number in range(1, count):
+    for number in range(tokens, tokens * count, tokens):
         later, requests = copy.copy(single), copy.copy(cached)
         requests.new_block_ids = [None] * len(cached.req_ids)
-        requests.num_computed_tokens = [tokens + number for tokens in cached.num_computed_tokens]
-        requests.num_output_tokens = [tokens + number for tokens in cached.num_output_tokens]
+        requests.num_computed_tokens = [computed + number for computed in cached.num_computed_tokens]
+        requests.num_output_tokens = [made + number for made in cached.num_output_tokens]
         later.scheduled_cached_reqs = requests
         later.finished_req_ids, later.preempted_req_ids, later.free_encoder_mm_hashes = set(), set(), []
         later.new_block_ids_to_zero = later.kv_cache_block_copies = None

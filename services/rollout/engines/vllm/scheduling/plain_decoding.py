@@ -23,6 +23,8 @@ import copy
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from penstock.services.rollout.engines.vllm.scheduling.guessing import GUESSED, PASS_TOKENS, Guessing
+
 TOKENS_EACH, UNWAITED = "penstock_tokens_each", "penstock_unwaited"
 """Attributes of a step (the tokens of each request, if several) and of its output (whether it was ready before Python
 asked for it)."""
@@ -103,13 +105,16 @@ class _Request(NamedTuple):
     stops: frozenset[int | None]
     last: int
     """Output tokens from which on vLLM looks whether the request is too long."""
+    is_whole: bool
+    """Whether it draws from all tokens."""
 
 
 class PlainDecoding:
     """Schedules plain requests of an asynchronous scheduler, and appends their tokens."""
 
-    def __init__(self, cache: Cache, running: Any, stale: str, most_held: int) -> None:
+    def __init__(self, cache: Cache, running: Any, stale: str, most_held: int, guessing: Guessing) -> None:
         self._cache = cache
+        self._guessing = guessing
         self._running = running
         self._stale = stale
         self._most_held = most_held
@@ -123,7 +128,7 @@ class PlainDecoding:
         planned = self._planned(scheduler)
         if planned is None:
             return theirs()
-        requests, changed, tokens = planned
+        requests, changed, tokens, guessed = planned
         allocate, nothing = self._cache.manager.allocate_slots, self._cache.manager.empty_kv_cache_blocks
         blocks = [
             allocate(request, tokens, **_RUNNING_CALL) if request.request_id in changed else nothing
@@ -153,13 +158,14 @@ class PlainDecoding:
         scheduler._update_after_schedule(step)
         if tokens > 1:
             setattr(step, TOKENS_EACH, tokens)
+            setattr(step, GUESSED, guessed)
             for request in requests:
                 request.num_output_placeholders += tokens - 1  # vLLM has added one
         return step
 
-    def _planned(self, scheduler: Any) -> tuple[list[Any], set[str], int] | None:
-        """Return a step's requests, those of which the cache has to change, and the tokens of each, or None if anything
-        is not plain."""
+    def _planned(self, scheduler: Any) -> tuple[list[Any], set[str], int, bool] | None:
+        """Return a step's requests, those of which the cache has to change, the tokens of each, and whether they are
+        guessed, or None if anything is not plain."""
         running = scheduler.running
         if (
             not 0 < len(running) <= scheduler.max_num_scheduled_tokens
@@ -192,16 +198,20 @@ class PlainDecoding:
             planned.append(request)
         if not planned:
             return None
-        tokens = min(self.tokens_each, most + 1 - longest, max(left, 1))
+        room = most + 1 - longest
+        passes = min(self._guessing.passes(len(planned), self.tokens_each, room), max(left, 1))
+        guessed = passes > 0 and all(known_of[request.request_id].is_whole for request in planned)
+        tokens = passes * PASS_TOKENS if guessed else min(self.tokens_each, room, max(left, 1))
         changed = {
             request.request_id
             for request in planned
             if not cache.is_ready(request.request_id, request.num_computed_tokens + tokens, len(request._all_token_ids))
         }
         redirected = sum(request.request_id in cache.redirected for request in planned) if cache.redirected else 0
-        if len(changed) + redirected > cache.manager.block_pool.get_num_free_blocks():
+        most_blocks = len(changed) * -(-tokens // cache.block_size)
+        if most_blocks + redirected > cache.manager.block_pool.get_num_free_blocks():
             return None
-        return planned, changed, tokens
+        return planned, changed, tokens, guessed
 
     def others(self, step: Any, output: Any, held: Mapping[str, list[int]], requests: Mapping[str, Any]) -> Any:
         """Append tokens of plain requests to them and to ``held``; return ``step`` with the other requests.
@@ -216,7 +226,9 @@ class PlainDecoding:
             return step
         self._adapt(getattr(output, UNWAITED, None))
         self._discount(step, requests)
-        others = self._others(step.num_scheduled_tokens, output, held, requests)
+        if getattr(step, GUESSED, False):
+            self._take_back(step.num_scheduled_tokens, output, requests)
+        others = self._others(step, output, held, requests)
         if len(self._known) > len(requests):  # some ended
             self._known = {name: known for name, known in self._known.items() if name in requests}
         rest = copy.copy(step)
@@ -238,24 +250,40 @@ class PlainDecoding:
                 if request is not None and request.async_tokens_to_discard:
                     request.async_tokens_to_discard -= several
 
+    def _take_back(self, scheduled: Mapping[str, int], output: Any, requests: Mapping[str, Any]) -> None:
+        """Take the tokens that were guessed wrong back from the requests, as vLLM does."""
+        tokens = 0
+        for name, count in scheduled.items():
+            request, drawn = requests.get(name), len(output.sampled_token_ids[output.req_id_to_index[name]])
+            tokens += drawn
+            if request is None or request.is_finished() or getattr(request, self._stale):
+                continue
+            if request.num_computed_tokens:  # else it was preempted
+                request.num_computed_tokens -= count - drawn
+            if request.num_output_placeholders:
+                request.num_output_placeholders -= count - drawn
+        self._guessing.learn(tokens, sum(scheduled.values()) // PASS_TOKENS)
+
     def _others(
-        self, scheduled: Mapping[str, int], output: Any, held_of: Mapping[str, list[int]], requests: Mapping[str, Any]
+        self, step: Any, output: Any, held_of: Mapping[str, list[int]], requests: Mapping[str, Any]
     ) -> dict[str, int]:
         others: dict[str, int] = {}
+        guessed = getattr(step, GUESSED, False)
         sampled, places, known_of, stale = output.sampled_token_ids, output.req_id_to_index, self._known, self._stale
         size, cached_blocks, most_held, running = (
             self._cache.block_size, self._cache.cached_blocks, self._most_held, self._running,
         )  # fmt: skip
-        for name, count in scheduled.items():
+        for name, scheduled in step.num_scheduled_tokens.items():
             held = held_of.get(name)
             known = known_of.get(name)
             if known is None and held is not None:
                 known = self._know(name, requests.get(name))
             if known is None or held is None or len(held) >= most_held or requests.get(name) is not known.request:
-                others[name] = count
+                others[name] = scheduled
                 continue
-            request, output_token_ids, token_ids, stops, last = known
+            request, output_token_ids, token_ids, stops, last, _ = known
             drawn = sampled[places[name]]
+            count = len(drawn) if guessed else scheduled
             if (
                 len(drawn) != count
                 or not stops.isdisjoint(drawn)
@@ -266,12 +294,12 @@ class PlainDecoding:
                 or request.prefill_stats is not None
                 or getattr(request, stale)
             ):
-                others[name] = count
+                others[name] = scheduled
                 continue
             output_token_ids += drawn
             token_ids += drawn
             held += drawn
-            request.num_in_flight_tokens -= count
+            request.num_in_flight_tokens -= scheduled
             request.num_output_placeholders -= count
             if len(token_ids) % size < count:
                 request.update_block_hashes()
@@ -286,8 +314,9 @@ class PlainDecoding:
             return None
         longest = self._cache.manager.max_model_len - request.num_prompt_tokens
         stops = frozenset({parameters.eos_token_id, *(parameters.stop_token_ids or ()), *parameters.all_stop_token_ids})
+        is_whole = parameters.top_p == 1 and parameters.top_k < 1
         known = _Request(
-            request, request._output_token_ids, request._all_token_ids, stops, min(request.max_tokens, longest) - 1
+            request, request._output_token_ids, request._all_token_ids, stops, min(request.max_tokens, longest) - 1, is_whole
         )
         self._known[name] = known
         return known
@@ -324,13 +353,16 @@ def slower_decoder(release: tuple[int, int]) -> str:
     )
 
 
-def plain_decoding(scheduler: Any, running: Any, release: tuple[int, int], most_held: int) -> PlainDecoding | None:
+def plain_decoding(
+    scheduler: Any, running: Any, release: tuple[int, int], most_held: int, guessing_up_to: int = 0
+) -> PlainDecoding | None:
     """Shorten steps of vLLM's asynchronous ``scheduler`` if that is known to change nothing; else return None.
 
     Args:
         running: vLLM's ``RequestStatus.RUNNING``.
         release: of vLLM, as two numbers.
         most_held: tokens of a request from which on the next is vLLM's, so that it sends them.
+        guessing_up_to: requests; the runner can guess their tokens.
     """
     metrics = getattr(scheduler, "perf_metrics", None)
     if (
@@ -345,4 +377,4 @@ def plain_decoding(scheduler: Any, running: Any, release: tuple[int, int], most_
     if cache is None:
         return None
     scheduler.kv_cache_manager.allocate_slots = quick_slots(cache)
-    return PlainDecoding(cache, running, COMPARED[release], most_held)
+    return PlainDecoding(cache, running, COMPARED[release], most_held, Guessing(guessing_up_to))

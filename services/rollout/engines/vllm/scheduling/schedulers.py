@@ -10,6 +10,7 @@ from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.request import RequestStatus
 
 from penstock.services.rollout.engines.vllm.arguments import release
+from penstock.services.rollout.engines.vllm.scheduling.guessing import GUESSING_UP_TO
 from penstock.services.rollout.engines.vllm.scheduling.held_tokens import MOST, Holding
 from penstock.services.rollout.engines.vllm.scheduling.plain_decoding import plain_decoding
 
@@ -30,7 +31,8 @@ class HoldingAsyncScheduler(Holding, AsyncScheduler):  # type: ignore[misc]
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
-        self._plain = plain_decoding(self, RequestStatus.RUNNING, release(), MOST - 1)
+        guessing = self.vllm_config.additional_config.get(GUESSING_UP_TO, 0)
+        self._plain = plain_decoding(self, RequestStatus.RUNNING, release(), MOST - 1, guessing)
 
 
 def hold_tokens(config: Any) -> None:

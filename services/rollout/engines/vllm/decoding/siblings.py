@@ -1,0 +1,211 @@
+"""Guess a request's next tokens from its group, and verify the guesses in one pass of the model. Imports Triton.
+
+::
+
+    guess    last tokens ─▶ where they occur in the group's texts ─▶ the tokens after the longest, latest occurrence
+    pass     last token and guesses ─▶ logits at each ─▶ a token drawn at each, as without guesses
+    sample   drawn tokens up to the first that differs from its guess
+
+A token is drawn from the model's distribution after the tokens before it, whatever was guessed, so samples are those
+without guesses. A group is all requests with the same prompt, those that ended included until another request takes
+their place in vLLM's state. All is on the device, without a wait of the host.
+
+Legend: n requests, m logits, d guesses of a request, S texts in which they are searched, R places of vLLM's state.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from penstock.services.rollout.engines.vllm.scheduling.guessing import GUESSES, GUESSING_UP_TO, PASS_TOKENS
+
+_LONGEST = 8
+"""Tokens that are compared."""
+_BLOCK = 1024
+_TEXTS = 16
+"""Maximum texts in which a request's tokens are searched."""
+_AHEAD = 256
+"""Granularity of the searched length, in tokens: more than are under way."""
+_BATCHES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
+"""Requests for which CUDA graphs are captured."""
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _search(  # type: ignore[no-untyped-def]
+    token_RT, stride, length_R, row_n, text_nS, texts, best_n, LONGEST: tl.constexpr, BLOCK: tl.constexpr
+):
+    request, text = tl.program_id(0), tl.program_id(1)
+    row = tl.load(row_n + request).to(tl.int64)
+    other = tl.load(text_nS + request * texts + text).to(tl.int64)
+    if other < 0:
+        return
+    length, other_length = tl.load(length_R + row), tl.load(length_R + other)
+    end = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)  # place of the first guess
+    alive = (end > 0) & (end < other_length)
+    matched = tl.zeros((BLOCK,), dtype=tl.int64)
+    for back in tl.static_range(LONGEST):
+        last = tl.load(token_RT + row * stride + length - 1 - back, mask=length > back, other=-1)
+        theirs = tl.load(token_RT + other * stride + end - 1 - back, mask=alive & (end > back), other=-2)
+        alive = alive & (theirs == last)
+        matched += alive.to(tl.int64)
+    best = tl.max((matched << 52) | (end.to(tl.int64) << 16) | other, axis=0)
+    if best >= (1 << 52):
+        tl.atomic_max(best_n + request, best)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _copy(token_RT, stride, length_R, row_n, best_n, guess_Rd, guesses, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    request = tl.program_id(0)
+    row, best = tl.load(row_n + request).to(tl.int64), tl.load(best_n + request)
+    other, end = best & 0xFFFF, (best >> 16) & 0xFFFFFFFFF
+    rest = tl.maximum(tl.load(length_R + other) - end, 1)
+    number = tl.arange(0, BLOCK)
+    is_guess = number < tl.where(best > 0, guesses, 0)
+    guess = tl.load(token_RT + other * stride + end + number % rest, mask=is_guess, other=0)  # as if the text went round
+    tl.store(guess_Rd + row * guesses + number, guess.to(tl.int64), mask=number < guesses)
+
+
+def guess(
+    token_RT: torch.Tensor,
+    length_R: torch.Tensor,
+    row_n: torch.Tensor,
+    text_nS: torch.Tensor,
+    longest: int,
+    guess_Rd: torch.Tensor,
+) -> None:
+    """Write guesses of the next tokens of the texts ``row_n`` into their rows of ``guess_Rd``.
+
+    Args:
+        token_RT: texts, each of ``length_R`` tokens.
+        text_nS: rows in which those of each request are searched, −1 for none.
+        longest: no text is longer.
+    """
+    (requests, texts), stride = text_nS.shape, token_RT.stride(0)
+    best_n = torch.zeros(requests, dtype=torch.int64, device=row_n.device)
+    _search[(requests, texts, triton.cdiv(longest, _BLOCK))](
+        token_RT, stride, length_R, row_n, text_nS, texts, best_n, LONGEST=_LONGEST, BLOCK=_BLOCK
+    )
+    guesses = guess_Rd.shape[1]
+    _copy[(requests,)](
+        token_RT, stride, length_R, row_n, best_n, guess_Rd, guesses, BLOCK=triton.next_power_of_2(guesses), num_warps=1
+    )
+
+
+def agreed(token_m: torch.Tensor, read_m: torch.Tensor, requests: int) -> torch.Tensor:
+    """Return how many of the tokens drawn for each request count: up to the first that differs from its guess.
+
+    Args:
+        token_m: drawn after each token that was read, request by request.
+        read_m: those that were read: a request's last token, and its guesses.
+    """
+    is_right_nd = token_m.view(requests, -1)[:, :-1] == read_m.view(requests, -1)[:, 1:]
+    return is_right_nd.to(torch.int32).cumprod(1).sum(1, dtype=torch.int32) + 1
+
+
+class Siblings:
+    """Guesses for ``runner``, vLLM's, and verifies."""
+
+    def __init__(self, runner: Any) -> None:
+        self._runner, self._states = runner, runner.req_states
+        places = self._states.max_num_reqs
+        self._states.draft_tokens = torch.zeros(places, GUESSES, dtype=torch.int64, device=runner.device)
+        self._group_R = np.zeros(places, dtype=np.int64)
+        self._requests: Sequence[str] = ()
+        self._row_n = self._text_nS = torch.empty(0)
+        self._searched = np.zeros(0, dtype=np.int64)
+        self.graphs = self._capture()
+        self._sample, runner.sample = runner.sample, self.sample
+
+    @torch.inference_mode()
+    def _capture(self) -> Any:
+        """Return vLLM's manager of CUDA graphs for passes with guesses, or None where whole steps have none."""
+        from vllm.config import CUDAGraphMode
+
+        runner, own = self._runner, self._runner.cudagraph_manager
+        if own is None or own.cudagraph_mode.decode_mode() != CUDAGraphMode.FULL:
+            return None
+        graphs = type(own)(runner.vllm_config, runner.device, CUDAGraphMode.FULL_DECODE_ONLY, PASS_TOKENS)
+        most = runner.vllm_config.additional_config[GUESSING_UP_TO]
+        of_mode = graphs._capture_descs.get(CUDAGraphMode.FULL, [])
+        fitting = [graph for graph in of_mode if graph.num_reqs in _BATCHES and graph.num_reqs < 2 * most]
+        graphs._capture_descs = {CUDAGraphMode.FULL: fitting}
+        graphs._candidates = {}
+        for graph in fitting:  # the largest comes first
+            graphs._candidates |= {(tokens, 0): [graph] for tokens in range(graph.num_tokens + 1)}
+        graphs.capture(
+            runner.model, runner.model_state, runner.input_buffers, runner.intermediate_tensors, runner.block_tables,
+            runner.attn_groups, runner.kv_cache_config,
+        )  # fmt: skip
+        return graphs
+
+    def execute(self, execute: Callable[..., Any], step: Any, *others: Any, **named: Any) -> Any:
+        """Call vLLM's ``execute_model``, with guesses if ``step`` has them."""
+        if not step.scheduled_spec_decode_tokens:
+            answer = execute(step, *others, **named)
+            for new in step.scheduled_new_reqs:
+                self._admit(new)
+            return answer
+        self.guess(list(step.num_scheduled_tokens))
+        runner = self._runner
+        before = runner.decode_query_len, runner.cudagraph_manager
+        runner.decode_query_len, runner.cudagraph_manager = PASS_TOKENS, self.graphs or before[1]
+        try:
+            return execute(step, *others, **named)
+        finally:
+            runner.decode_query_len, runner.cudagraph_manager = before
+
+    def _admit(self, new: Any) -> None:
+        row = self._states.req_id_to_index.get(new.req_id)
+        if row is not None:
+            self._group_R[row] = hash(tuple(new.prompt_token_ids))
+            self._requests = ()
+
+    @torch.inference_mode()
+    def guess(self, requests: Sequence[str]) -> None:
+        """Guess what comes after the last tokens of ``requests``."""
+        if requests != self._requests:
+            self._find(requests)
+        computed = self._states.num_computed_tokens_np
+        longest = (int(computed[self._searched].max()) // _AHEAD + 2) * _AHEAD
+        states = self._states
+        guess(
+            states.all_token_ids.gpu, states.total_len.gpu, self._row_n, self._text_nS, longest, states.draft_tokens
+        )
+
+    def _find(self, requests: Sequence[str]) -> None:
+        """Find the texts of each request's group."""
+        rows = [self._states.req_id_to_index[request] for request in requests]
+        others = [np.flatnonzero(self._group_R == self._group_R[row]) for row in rows]
+        texts = [np.append(row, other[other != row][: _TEXTS - 1]) for row, other in zip(rows, others, strict=True)]
+        text_nS = np.full((len(rows), max(map(len, texts))), -1, dtype=np.int32)
+        for place, of_request in enumerate(texts):
+            text_nS[place, : len(of_request)] = of_request
+        self._searched = np.unique(np.concatenate(texts))
+        self._row_n, self._text_nS = self._sent(np.array(rows, dtype=np.int32)), self._sent(text_nS)
+        self._requests = requests
+
+    def _sent(self, array: np.ndarray[Any, Any]) -> torch.Tensor:
+        tensor = torch.from_numpy(array)
+        on_gpu = self._runner.device.type == "cuda"
+        return tensor.pin_memory().to(self._runner.device, non_blocking=True) if on_gpu else tensor
+
+    def sample(self, hidden_states: Any, batch: Any, grammar_output: Any) -> Any:
+        """As vLLM's ``sample``: (output, tokens of each request, tokens read in vain of each)."""
+        drawn = self._sample(hidden_states, batch, grammar_output)
+        if not batch.num_draft_tokens:
+            return drawn
+        output, requests = drawn[0], len(batch.req_ids)
+        token_m = output.sampled_token_ids.view(-1)
+        sampled_n = agreed(token_m, batch.input_ids[batch.logits_indices], requests)
+        output.sampled_token_ids = token_m.view(requests, -1)
+        output.num_sampled, output.num_rejected = sampled_n, PASS_TOKENS - sampled_n
+        return output, output.num_sampled, output.num_rejected
+
+    def counted_tokens(self) -> dict[str, int]:
+        """Return the tokens of each request, prompt included, as the device counts them, for which the host waits."""
+        length_R = self._states.total_len.gpu.tolist()
+        return {request: length_R[row] for request, row in self._states.req_id_to_index.items()}

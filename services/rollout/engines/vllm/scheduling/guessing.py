@@ -1,0 +1,48 @@
+"""When a step has guesses of tokens: with few requests, and while enough guesses are right.
+
+A pass of the model reads a request's last token and its guesses (``decoding/siblings.py``), and gives one token more than
+the guesses that are right. A step has several passes; its tokens are the most that they may give.
+"""
+
+GUESSED = "penstock_guessed"
+"""Attribute of a step of vLLM's with guesses."""
+GUESSING_UP_TO = "penstock_guessing_up_to"
+"""Key of vLLM's ``additional_config``: the maximum number of running requests whose tokens are guessed."""
+GUESSES = 7
+PASS_TOKENS = GUESSES + 1
+_LEAST = 1.5
+"""Tokens of a pass from which on it is worth more than one without guesses."""
+_FIRST, _SHARE = 3.0, 0.1
+"""The mean that is assumed, and what each step counts for."""
+_REST = 64
+"""Steps without guesses after which they are tried again."""
+
+
+class Guessing:
+    """Decides for one scheduler, up to ``most`` requests."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self.mean = _FIRST
+        """Tokens of a request in a pass, lately."""
+        self._rests = 0
+
+    def passes(self, requests: int, tokens_each: int, room: int) -> int:
+        """Return the passes with guesses of the next step, 0 for none.
+
+        Args:
+            tokens_each: tokens of each request in a step without guesses.
+            room: tokens that the longest request can have yet.
+        """
+        if requests > self._most or room < PASS_TOKENS:
+            return 0
+        if self.mean < _LEAST:
+            self._rests += 1
+            if self._rests < _REST:
+                return 0
+            self.mean, self._rests = _FIRST, 0
+        return min(max(1, tokens_each // 2), room // PASS_TOKENS)
+
+    def learn(self, tokens: int, passes: int) -> None:
+        """Note that the ``passes`` of all requests together gave ``tokens``."""
+        self.mean += _SHARE * (tokens / passes - self.mean)
