@@ -13,6 +13,7 @@ import pytest
 
 from benchmarks.rollout.scheduling import BLOCK_SIZE, output, request, scheduler, scheduler_config
 from penstock.services.rollout.engines.vllm.decoding.several_steps import SeveralSteps
+from penstock.services.rollout.engines.vllm.scheduling.guessing import PASS_TOKENS, Guessing
 from penstock.services.rollout.engines.vllm.scheduling.plain_decoding import (
     _MORE_OF_A_STEP,
     MOST_EACH,
@@ -198,10 +199,14 @@ def test_steps_tokens_and_state_are_vllms(vllm_config: Any, blocks: int, newer_r
 class Device:
     """A model runner whose tokens depend on their request and place alone, and a scheduler with two steps under way."""
 
-    def __init__(self, kind: Any, config: Any, blocks: int) -> None:
+    def __init__(self, kind: Any, config: Any, blocks: int, guessing_up_to: int = 0) -> None:
         self.side = Side(kind, config, blocks)
         self.side.scheduler.use_v2_model_runner = True
+        if guessing_up_to:
+            self.side.scheduler._plain._guessing = Guessing(guessing_up_to)
         self._prompts: dict[str, int] = {}
+        self._tokens: dict[str, int] = {}
+        """Of each request, prompt included, as the device counts them."""
         self._under_way: list[tuple[Any, Any]] = []
         self.tokens_of_steps: list[int] = []
         SeveralSteps(self)
@@ -224,32 +229,50 @@ class Device:
         computed = {new.req_id: new.num_computed_tokens for new in step.scheduled_new_reqs}
         computed |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         self._step, self._places = step, {}
+        for new in step.scheduled_new_reqs:
+            self._tokens[new.req_id] = len(new.prefill_token_ids or new.prompt_token_ids)
         for name, count in step.num_scheduled_tokens.items():
-            self._places[name] = computed[name] + count
+            last = computed[name] + count
             blocks = self.side.scheduler.kv_cache_manager.get_block_ids(name)[0]
-            assert self._places[name] <= min(LONGEST, len(blocks) * BLOCK_SIZE)
+            assert last <= min(LONGEST, len(blocks) * BLOCK_SIZE)
+            assert self._tokens[name] <= last or self.side.scheduler.requests[name].is_prefill_chunk
+            self._places[name] = self._tokens[name]
 
     def sample_tokens(self, _: Any) -> Any:
-        tokens = {
-            name: []
-            if self.side.scheduler.requests[name].is_prefill_chunk
-            else [random.Random(f"{name} {place - self._prompts[name]}").randrange(VOCABULARY)]
-            for name, place in self._places.items()
-        }
+        guesses = self._step.scheduled_spec_decode_tokens
+        tokens: dict[str, list[int]] = {}
+        for name, place in self._places.items():
+            is_chunk = self.side.scheduler.requests[name].is_prefill_chunk
+            count = 0 if is_chunk else 1 + random.Random(f"{name} {place}").randint(0, len(guesses.get(name, ())))
+            first = place - self._prompts[name]
+            tokens[name] = [
+                random.Random(f"{name} {number}").randrange(VOCABULARY) for number in range(first, first + count)
+            ]
+            self._tokens[name] += count
         made, device_is_done = output(self._step, tokens), SimpleNamespace(query=lambda: True, synchronize=lambda: None)
-        array = np.array([(*drawn, 0)[:1] for drawn in tokens.values()]).reshape(-1, 1)
-        return SimpleNamespace(sampled_token_ids=array, copy_event=device_is_done, get_output=lambda: made)
+        width = PASS_TOKENS if guesses else 1
+        array = np.array([(*drawn, *[0] * width)[:width] for drawn in tokens.values()]).reshape(-1, width)
+        return SimpleNamespace(
+            sampled_token_ids=array,
+            num_sampled_tokens_np=np.array([len(drawn) for drawn in tokens.values()]),
+            copy_event=device_is_done,
+            get_output=lambda: made,
+        )
 
 
+@pytest.mark.parametrize("guessing_up_to", [0, 6])
 @pytest.mark.parametrize("blocks", [2000, 40])
 @pytest.mark.parametrize("seed", range(3))
-def test_several_tokens_in_a_step_give_the_same_completions(vllm_config: Any, blocks: int, seed: int) -> None:
+def test_several_tokens_in_a_step_give_the_same_completions(
+    vllm_config: Any, blocks: int, seed: int, guessing_up_to: int
+) -> None:
     """With requests that are taken back, preempted ones, and a reset of the cache that discards what is under way."""
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
     from penstock.services.rollout.engines.vllm.scheduling.schedulers import HoldingAsyncScheduler
 
-    ours, theirs = (Device(kind, vllm_config, blocks) for kind in (HoldingAsyncScheduler, AsyncScheduler))
+    ours = Device(HoldingAsyncScheduler, vllm_config, blocks, guessing_up_to)
+    theirs = Device(AsyncScheduler, vllm_config, blocks)
     lot, number, aborted = random.Random(seed), 0, set()
     stems = [[lot.randrange(2, VOCABULARY) for _ in range(length)] for length in (1, 16, 31, 40, 100)]
     while number < 400 or ours.side.scheduler.requests or theirs.side.scheduler.requests:
@@ -271,7 +294,8 @@ def test_several_tokens_in_a_step_give_the_same_completions(vllm_config: Any, bl
     assert set(ours.side.ends) >= theirs.side.ends.keys() - aborted
     for name in theirs.side.ends.keys() - aborted:
         assert (ours.side.ends[name], ours.side.sent[name]) == (theirs.side.ends[name], theirs.side.sent[name])
-    assert ours.tokens_of_steps.count(MOST_EACH) > 20
+    assert sum(tokens >= MOST_EACH for tokens in ours.tokens_of_steps) > 20
+    assert (max(ours.tokens_of_steps) == 4 * PASS_TOKENS) == bool(guessing_up_to)
     free = ours.side.state()["free"]
     assert len(free) == len(theirs.side.state()["free"])
 

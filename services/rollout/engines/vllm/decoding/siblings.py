@@ -124,21 +124,26 @@ class Siblings:
     def _capture(self) -> Any:
         """Return vLLM's manager of CUDA graphs for passes with guesses, or None where whole steps have none."""
         from vllm.config import CUDAGraphMode
+        from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 
         runner, own = self._runner, self._runner.cudagraph_manager
         if own is None or own.cudagraph_mode.decode_mode() != CUDAGraphMode.FULL:
             return None
-        graphs = type(own)(runner.vllm_config, runner.device, CUDAGraphMode.FULL_DECODE_ONLY, PASS_TOKENS)
         most = runner.vllm_config.additional_config[GUESSING_UP_TO]
-        of_mode = graphs._capture_descs.get(CUDAGraphMode.FULL, [])
-        fitting = [graph for graph in of_mode if graph.num_reqs in _BATCHES and graph.num_reqs < 2 * most]
-        graphs._capture_descs = {CUDAGraphMode.FULL: fitting}
-        graphs._candidates = {}
-        for graph in fitting:  # the largest comes first
+        longest = runner.compilation_config.max_cudagraph_capture_size // PASS_TOKENS
+        largest = min(runner.max_num_reqs, longest, 2 * most - 1)
+        graphs = type(own)(runner.vllm_config, runner.device, CUDAGraphMode.FULL_DECODE_ONLY, PASS_TOKENS)
+        captured = [
+            BatchExecutionDescriptor(CUDAGraphMode.FULL, requests * PASS_TOKENS, requests, PASS_TOKENS)
+            for requests in reversed(_BATCHES)
+            if requests <= largest
+        ]
+        graphs._capture_descs, graphs._candidates = {CUDAGraphMode.FULL: captured}, {}
+        for graph in captured:
             graphs._candidates |= {(tokens, 0): [graph] for tokens in range(graph.num_tokens + 1)}
         graphs.capture(
             runner.model, runner.model_state, runner.input_buffers, runner.intermediate_tensors, runner.block_tables,
-            runner.attn_groups, runner.kv_cache_config,
+            runner.attn_groups, runner.kv_cache_config, progress_bar_desc="Capturing CUDA graphs with guesses",
         )  # fmt: skip
         return graphs
 

@@ -1,0 +1,294 @@
+"""Guessing tokens from a group's texts: speed, and whether tokens are drawn from the policy's distribution.
+
+    python -m benchmarks.rollout.speculation --policy examples/reasoning/policy --running 4 32 256 --rounds 5
+    python -m benchmarks.rollout.speculation --draws 1000000 --rounds 0
+
+On a GPU, with vLLM 0.26. Two engines of one policy take turns, with guesses up to ``--up-to`` running samples and
+without; groups of 8 (or fewer) answer problems of ``--policy``, which ``examples/reasoning/prepare.py`` writes, at each
+of ``--temperatures``. Prints by temperature and running samples ``tokens_per_s`` of both (medians of rounds) and
+``ratio``, guessing / plain.
+
+``draws``: a random policy of 64 tokens in float16, whose probabilities transformers computes in float32 after the fact.
+``chi_square`` compares places of drawn tokens in their cumulative distributions, most probable first, with equal shares
+in 64 bins: its ``p`` is uniform if the distribution is right. ``logprobs`` is the largest difference (nats) to
+transformers', ``accepted`` the mean tokens of a pass, and ``versions`` whether each token after an update has the
+logprob of the new weights.
+"""
+
+import argparse
+import asyncio
+import json
+import math
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.rollout.policy import put
+from penstock.services.rollout.engines.engine import GeneratedSample, GenerationRequest
+from penstock.services.rollout.engines.vllm.arguments import check_version, gather
+from penstock.services.rollout.engines.vllm.engine import VllmEngine
+from penstock.services.rollout.engines.vllm.scheduling.guessing import GUESSING_UP_TO
+from penstock.services.rollout.engines.vllm.start import open_vllm
+from penstock.shared.bus.messages import PolicyRecord, PolicyVersion, Sampling
+from penstock.shared.weights.format.snapshot import write_snapshot
+from penstock.shared.weights.receiver.puller import file_offer
+from penstock.shared.weights.transport.offer import Offer
+
+_GROUP = 8
+_VOCABULARY, _BINS = 64, 64
+_RANDOM = {
+    "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": _VOCABULARY, "tie_word_embeddings": False, "max_position_embeddings": 1024,
+}  # fmt: skip
+
+
+async def engine_of(policy: Path, dtype: str, up_to: int, share: float, arguments: argparse.Namespace) -> VllmEngine:
+    """Return an engine that guesses up to ``up_to`` running samples, with ``share`` of the GPU's memory."""
+    more: dict[str, Any] = {"additional_config": {GUESSING_UP_TO: up_to}} if up_to else {}
+    return await open_vllm(
+        gather(
+            str(policy),
+            dtype=dtype,
+            seed=0,
+            max_num_seqs=256,
+            max_model_len=1024,
+            gpu_memory_utilization=share,
+            enforce_eager=arguments.eager,
+            arguments={**json.loads(arguments.vllm), **more},
+        )
+    )
+
+
+def offered(folder: Path, model: torch.nn.Module, dtype: torch.dtype, version: int) -> Offer:
+    written = write_snapshot(folder / f"weights-{version}", PolicyVersion(version), 0, model.named_parameters(), dtype)
+    return file_offer(
+        PolicyRecord(PolicyVersion(version), None, 0, 0.0, written.digest, str(written.location)), 60.0
+    )
+
+
+# ---------------------------------------------------------------- speed
+
+
+def problems(policy: Path, count: int) -> list[np.ndarray]:
+    """Return prompts of arithmetic, as ids."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(policy)
+    lot = np.random.default_rng(0)
+    prompts = []
+    for _ in range(count):
+        left, right, bags = (int(lot.integers(3, 60)) for _ in range(3))
+        text = (
+            f"A shop has {bags} bags with {left} apples and {right} pears each. How many fruits are there? Think step by step."
+        )
+        ids = tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True)
+        prompts.append(np.array(ids["input_ids"] if hasattr(ids, "keys") else ids, dtype=np.int32))
+    return prompts
+
+
+async def rate(engine: VllmEngine, prompts: list[np.ndarray], running: int, temperature: float) -> float:
+    """Return tokens per second of ``running`` samples, in groups of at most 8."""
+    samples = min(running, _GROUP)
+    sampling = Sampling(samples=samples, max_new_tokens=384, temperature=temperature)
+    started_s = time.monotonic()
+    groups = await asyncio.gather(
+        *(engine.generate(GenerationRequest(prompt, sampling)) for prompt in prompts[: running // samples])
+    )
+    seconds = time.monotonic() - started_s
+    return sum(len(sample.token_ids) for group in groups for sample in group.samples) / seconds
+
+
+async def speeds(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return rates of both engines, by temperature and running samples."""
+    from transformers import AutoModelForCausalLM
+
+    with tempfile.TemporaryDirectory(prefix="penstock-speculation-") as scratch:
+        model = AutoModelForCausalLM.from_pretrained(arguments.policy, dtype=torch.bfloat16)
+        offer = offered(Path(scratch), model, torch.bfloat16, 0)
+        engines: dict[str, VllmEngine] = {}
+        try:
+            for name, up_to in (("guessing", arguments.up_to), ("plain", 0)):
+                engines[name] = await engine_of(arguments.policy, "bfloat16", up_to, arguments.memory, arguments)
+                await put(engines[name], offer)
+            return {
+                f"{temperature}": {
+                    f"{running}": await compare(engines, running, temperature, arguments)
+                    for running in arguments.running
+                }
+                for temperature in arguments.temperatures
+            }
+        finally:
+            for engine in engines.values():
+                await engine.close()
+
+
+async def compare(
+    engines: dict[str, VllmEngine], running: int, temperature: float, arguments: argparse.Namespace
+) -> dict[str, Any]:
+    """Return the medians of rounds in which ``engines`` take turns."""
+    rates: dict[str, list[float]] = {name: [] for name in engines}
+    for number in range(arguments.rounds + 1):
+        prompts = problems(arguments.policy, 40)[number % 8 :]
+        for name in list(engines)[:: 1 if number % 2 else -1]:
+            rates[name].append(await rate(engines[name], prompts, running, temperature))
+    medians = {name: statistics.median(of_engine[1:]) for name, of_engine in rates.items()}
+    print(temperature, running, rates, flush=True)
+    return {
+        "tokens_per_s": {name: round(median) for name, median in medians.items()},
+        "ratio": round(medians["guessing"] / medians["plain"], 3),
+    }
+
+
+# ---------------------------------------------------------------- distribution
+
+
+def random_policy(folder: Path, seed: int) -> torch.nn.Module:
+    """Return a random policy, which is written to ``folder``, with an entropy of about half a nat at temperature 1."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(seed)
+    model = Qwen2ForCausalLM(Qwen2Config(**_RANDOM, bos_token_id=None, eos_token_id=None)).half()
+    with torch.no_grad():
+        model.lm_head.weight.mul_(25)
+        model.model.embed_tokens.weight.mul_(10)
+    model.save_pretrained(folder)
+    return model
+
+
+@torch.inference_mode()
+def exact(model: torch.nn.Module, prompt: np.ndarray, samples: list[GeneratedSample], temperature: float) -> torch.Tensor:
+    """Return log probabilities [samples, tokens, vocabulary] in float32."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    rows = torch.tensor(np.stack([np.concatenate([prompt, sample.token_ids]) for sample in samples]).astype(np.int64))
+    logits = model.to(device)(rows.to(device)).logits[:, len(prompt) - 1 : -1]
+    return (logits.float() / temperature).log_softmax(-1).cpu()
+
+
+def places(logprobs: torch.Tensor, tokens: torch.Tensor, lot: np.random.Generator) -> np.ndarray:
+    """Return a uniform place of each token within its share of the cumulative distribution, most probable first."""
+    probabilities = logprobs.double().exp()
+    own = probabilities.gather(-1, tokens[..., None])
+    before = (probabilities * (probabilities > own)).sum(-1)
+    return (before + torch.from_numpy(lot.random(tokens.shape)) * own[..., 0]).numpy().ravel()
+
+
+def chi_square(place_n: np.ndarray) -> dict[str, float]:
+    """Return χ² of ``place_n`` in equal bins, and its p, by Wilson and Hilferty."""
+    counts = np.histogram(place_n, bins=_BINS, range=(0.0, 1.0))[0]
+    mean, freedom = len(place_n) / _BINS, _BINS - 1
+    value = float(((counts - mean) ** 2 / mean).sum())
+    normal = ((value / freedom) ** (1 / 3) - (1 - 2 / (9 * freedom))) / math.sqrt(2 / (9 * freedom))
+    return {"value": round(value, 1), "freedom": freedom, "p": round(0.5 * math.erfc(normal / math.sqrt(2)), 4)}
+
+
+async def draws(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return how tokens of a random policy are distributed, with guesses and without."""
+    with tempfile.TemporaryDirectory(prefix="penstock-speculation-") as scratch:
+        folder = Path(scratch)
+        models = [random_policy(folder / f"policy-{version}", version) for version in (0, 1)]
+        offers = [offered(folder, model, torch.float16, version) for version, model in enumerate(models)]
+        references = [model.float() for model in models]
+        made: dict[str, Any] = {}
+        for name, up_to in (("guessing", arguments.up_to), ("plain", 0)):
+            count = arguments.draws if up_to else arguments.draws // 4
+            engine = await engine_of(folder / "policy-0", "float16", up_to, arguments.memory, arguments)
+            try:
+                await put(engine, offers[0])
+                made[name] = await drawn(engine, references[0], count)
+                made[name]["versions"] = await updated(engine, references, offers[1])
+            finally:
+                await engine.close()
+            print(name, made[name], flush=True)
+        return made
+
+
+async def drawn(engine: VllmEngine, model: torch.nn.Module, count: int) -> dict[str, Any]:
+    """Return the test of ``count`` tokens at temperatures of 0.7 and 1."""
+    lot = np.random.default_rng(1)
+    parts, largest, differences, seconds, made = [], 0.0, [], 0.0, 0
+    while made < count:
+        temperature = 1.0 if len(parts) % 2 else 0.7
+        prompts = [lot.integers(0, _VOCABULARY, 12, dtype=np.int32) for _ in range(2)]
+        sampling = Sampling(samples=16, max_new_tokens=480, temperature=temperature)
+        started_s = time.monotonic()
+        groups = await asyncio.gather(*(engine.generate(GenerationRequest(prompt, sampling)) for prompt in prompts))
+        seconds += time.monotonic() - started_s
+        for prompt, group in zip(prompts, groups, strict=True):
+            logprobs = exact(model, prompt, list(group.samples), temperature)
+            tokens = torch.tensor(np.stack([sample.token_ids for sample in group.samples]).astype(np.int64))
+            recorded = np.stack([sample.behavior_logprobs for sample in group.samples])
+            difference = np.abs(logprobs.gather(-1, tokens[..., None])[..., 0].numpy() - recorded)
+            largest = max(largest, float(difference.max()))
+            differences.append(float(difference.mean()))
+            parts.append(places(logprobs, tokens, lot))
+            made += tokens.numel()
+    return {
+        "draws": made,
+        "chi_square": chi_square(np.concatenate(parts)),
+        "logprobs": {"largest": round(largest, 5), "mean": round(statistics.fmean(differences), 6)},
+        "tokens_per_s": round(made / seconds),
+    }
+
+
+async def updated(engine: VllmEngine, models: list[torch.nn.Module], offer: Offer) -> dict[str, Any]:
+    """Update the weights while samples run; return how far each token's logprob is from that of its version."""
+    lot = np.random.default_rng(2)
+    prompt = lot.integers(0, _VOCABULARY, 12, dtype=np.int32)
+    sampling = Sampling(samples=16, max_new_tokens=900, temperature=1.0)
+    await engine.stage(offer)
+    running = asyncio.create_task(engine.generate(GenerationRequest(prompt, sampling)))
+    await asyncio.sleep(0.15)
+    await engine.swap(offer.header.version)
+    group = await running
+    firsts, worst = [], 0.0
+    for sample in group.samples:
+        spans = {int(version): int(first) for first, version in sample.version_spans}
+        first = spans.get(1, len(sample.token_ids))
+        firsts.append(first)
+        # keys and values of earlier tokens are of the older weights: only the first tokens after it are comparable
+        before = exact(models[0], prompt, [sample], 1.0)[0, np.arange(first), sample.token_ids[:first]]
+        worst = max(worst, float(np.abs(before.numpy() - sample.behavior_logprobs[:first]).max(initial=0.0)))
+    after = [
+        float(np.abs(exact(models[0], prompt, [s], 1.0)[0, first, s.token_ids[first]] - s.behavior_logprobs[first]))
+        for first, s in zip(firsts, group.samples, strict=True)
+        if first < len(s.token_ids)
+    ]
+    return {
+        "first_tokens": firsts,
+        "before": round(worst, 5),
+        "changed_at_once": round(min(after, default=0.0), 5),
+    }
+
+
+async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the result."""
+    result: dict[str, Any] = {"up_to": arguments.up_to, "vllm": check_version()}
+    if arguments.draws:
+        result["draws"] = await draws(arguments)
+    if arguments.rounds:
+        result["speed"] = await speeds(arguments)
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--policy", type=Path, default=Path("examples/reasoning/policy"))
+    parser.add_argument("--running", type=int, nargs="+", default=[4, 32, 256])
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[1.0, 0.6])
+    parser.add_argument("--rounds", type=int, default=5, help="of the speeds; 0: none")
+    parser.add_argument("--draws", type=int, default=0)
+    parser.add_argument("--up-to", type=int, default=32)
+    parser.add_argument("--memory", type=float, default=0.2, help="share of the GPU's for each engine")
+    parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
+    parser.add_argument("--vllm", default="{}", help="more arguments of vLLM, as JSON")
+    arguments = parser.parse_args()
+    print(json.dumps(asyncio.run(measure(arguments))))
+
+
+if __name__ == "__main__":
+    main()
