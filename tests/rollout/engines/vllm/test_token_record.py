@@ -121,6 +121,52 @@ def test_a_token_that_is_drawn_again_after_a_preemption_has_its_new_logprob_and_
     assert let_go(record, "a") == {"a": ([-0.1, -0.2, -0.4, -0.5], [(0, 1), (2, 2)])}
 
 
+def draw_guessed(record: TokenRecord, most: dict[str, int], places: dict[str, int], logprobs: list[float]) -> None:
+    """Every request reads its last token, at its place, and two guesses; the host has counted at most ``most`` before."""
+    names = list(places)
+    place_m = torch.tensor([places[name] + number for name in names for number in range(3)])
+    record.step(names, np.array([most[name] for name in names]), np.full(len(names), 3), place_m)
+    chosen = torch.tensor(logprobs)
+    record.store(torch.stack([torch.log1p(-chosen.exp()), chosen], dim=1), torch.ones(len(chosen), dtype=torch.int64))
+
+
+def test_tokens_after_a_wrong_guess_are_written_over_and_versions_are_of_the_tokens_that_count() -> None:
+    record = TokenRecord(CPU)
+    record.swap(1)
+    record.admit("a", 2, 2, 8)
+    record.admit("b", 1, 1, 8)
+    draw(record, {"a": 0, "b": 0}, {"a": 2, "b": 1}, [-0.1, -0.2])
+    assert not record.is_ahead
+    draw_guessed(record, {"a": 2, "b": 1}, {"a": 2, "b": 1}, [-0.3, -0.9, -0.9, -0.4, -0.5, -0.6])  # 1 and 3 count
+    assert record.is_ahead
+    assert record.held == {"a": 4, "b": 4}
+    record.correct({"a": 4, "b": 5, "gone": 3})
+    record.swap(2)
+    draw_guessed(record, {"a": 5, "b": 4}, {"a": 3, "b": 4}, [-0.7, -0.8, -0.9, -1.0, -1.1, -1.2])  # 2 and 1
+    last = torch.tensor([5, 5])
+    record.step(["b", "a"], np.array([7, 8]), np.array([1, 1]), last)
+    record.store_logprobs(torch.tensor([-1.3, -1.4]))
+    rows = let_go(record, "a", "b")
+    assert rows["a"][0][:5] == [-0.1, -0.3, -0.7, -0.8, -1.4]
+    assert rows["b"][0][:6] == [-0.2, -0.4, -0.5, -0.6, -1.0, -1.3]
+    assert (rows["a"][1], rows["b"][1]) == ([(0, 1), (2, 2)], [(0, 1), (4, 2)])
+    assert not record.is_ahead
+
+
+def test_guesses_past_the_end_of_a_row_are_not_written_into_the_next() -> None:
+    record = TokenRecord(CPU)
+    record.swap(0)
+    record.admit("a", 1, 1, 1024)
+    record.admit("b", 1, 1, 1024)
+    draw(record, {"b": 0}, {"b": 1}, [-0.2])
+    draw(record, {"a": 0}, {"a": 1}, [-0.1])
+    for names in (("a",), ("b",)):
+        draw_guessed(record, dict.fromkeys(names, 1023), dict.fromkeys(names, 1023), [-0.3, -0.9, -0.9])
+    rows = let_go(record, "a", "b")
+    assert [rows[name][0][:2] for name in "ab"] == [[-0.1, 0.0], [-0.2, 0.0]]
+    assert [rows[name][0][1022:] for name in "ab"] == [[0.0, -0.3]] * 2
+
+
 def test_more_requests_and_longer_ones_than_expected_find_room() -> None:
     record = TokenRecord(CPU)
     record.swap(0)
@@ -272,6 +318,7 @@ def run_new(runner: NewRunner, names: list[str], computed: list[int], scheduled:
         idx_mapping=None,
         num_computed_tokens_np=np.array(computed, dtype=np.int32),
         num_scheduled_tokens=np.array(scheduled, dtype=np.int32),
+        num_draft_tokens=0,
     )
     runner.sample(LOGITS[: len(names)].clone(), batch, None)
 

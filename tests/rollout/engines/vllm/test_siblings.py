@@ -1,0 +1,106 @@
+"""Guesses from a group's texts, by Triton's interpreter, and when they are made."""
+
+import multiprocessing
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.services.rollout.engines.vllm.decoding.several_steps import single_steps
+from penstock.services.rollout.engines.vllm.scheduling.guessing import _REST, GUESSED, PASS_TOKENS, Guessing
+from penstock.services.rollout.engines.vllm.scheduling.plain_decoding import TOKENS_EACH
+from tests.conftest import need_module
+
+Guess = Callable[[list[list[int]], list[list[int]]], list[list[int]]]
+
+
+@pytest.fixture(scope="module")
+def guess() -> Iterator[Guess]:
+    """Guess what follows texts, each request's first, in a process whose Triton interprets kernels."""
+    need_module("triton", "vllm")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+            yield lambda texts, searched: pool.submit(_guess, texts, searched).result()
+
+
+def _guess(texts: list[list[int]], searched: list[list[int]]) -> Any:
+    from penstock.services.rollout.engines.vllm.decoding import siblings
+
+    token_RT = torch.full((len(texts), 3000), 99, dtype=torch.int32)
+    for row, text in enumerate(texts):
+        token_RT[row, : len(text)] = torch.tensor(text)
+    length_R = torch.tensor([len(text) for text in texts], dtype=torch.int32)
+    rows = torch.tensor([of_request[0] for of_request in searched], dtype=torch.int32)
+    guess_Rd = torch.full((len(texts), 7), -5)
+    siblings.guess(token_RT, length_R, rows, torch.tensor(searched, dtype=torch.int32), 2048, guess_Rd)
+    return guess_Rd.tolist()
+
+
+def test_guesses_follow_the_longest_occurrence_of_the_last_tokens(guess: Guess) -> None:
+    texts = [[7, 1, 2, 3], [1, 2, 3, 40, 41, 42, 43, 44, 45, 46, 47], [2, 3, 50, 51], [5, 3, 60, 61]]
+    made = guess(texts, [[0, 1, 2, 3]])
+    assert made[0] == [40, 41, 42, 43, 44, 45, 46]
+    assert made[1:] == [[-5] * 7] * 3, "requests that have no guesses"
+
+
+def test_of_equal_occurrences_the_latest_is_followed_in_any_block(guess: Guess) -> None:
+    text = [3, 10, *range(100, 1600), 3, 20, *range(100, 500), 3]
+    assert guess([text], [[0]])[0] == [20, 100, 101, 102, 103, 104, 105]
+
+
+def test_a_text_that_repeats_itself_is_guessed_to_go_on(guess: Guess) -> None:
+    assert guess([[8, 9, 8, 9, 8]], [[0]])[0] == [9, 8, 9, 8, 9, 8, 9]
+
+
+def test_without_an_occurrence_guesses_are_some_token(guess: Guess) -> None:
+    assert guess([[1, 2], [3, 4]], [[0, 1], [1, -1]]) == [[0] * 7, [0] * 7]
+
+
+def test_tokens_count_up_to_the_first_that_differs_from_its_guess() -> None:
+    need_module("triton", "vllm")
+    from penstock.services.rollout.engines.vllm.decoding.siblings import agreed
+
+    read = torch.tensor([[5, 6, 7, 8], [5, 6, 7, 8], [5, 6, 7, 8], [5, 6, 7, 8]])
+    drawn = torch.tensor([[6, 7, 8, 9], [0, 7, 8, 9], [6, 0, 8, 9], [6, 7, 0, 9]])
+    assert agreed(drawn.ravel(), read.ravel(), 4).tolist() == [4, 1, 2, 3]
+
+
+def test_tokens_are_guessed_for_few_requests_with_room() -> None:
+    guessing = Guessing(4)
+    assert [guessing.passes(requests, 8, 100) for requests in (1, 4, 5)] == [4, 4, 0]
+    assert [guessing.passes(1, 1, room) for room in (7, 8, 100)] == [0, 1, 1]
+    assert guessing.passes(1, 8, 17) == 2
+    assert Guessing(0).passes(1, 8, 100) == 0
+
+
+def test_guesses_that_are_wrong_are_tried_again_later() -> None:
+    guessing = Guessing(4)
+    for _ in range(40):
+        guessing.learn(tokens=4, passes=4)
+    assert [guessing.passes(1, 1, 100) for _ in range(_REST)] == [0] * (_REST - 1) + [1]
+    for _ in range(40):
+        guessing.learn(tokens=20, passes=4)
+    assert guessing.mean == pytest.approx(5.0, abs=0.1)
+    assert guessing.passes(1, 1, 100) == 1
+
+
+def test_a_step_with_guesses_consists_of_passes() -> None:
+    need_module("vllm", "vllm")
+    from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
+
+    step = SchedulerOutput.make_empty()
+    step.scheduled_cached_reqs = cached = CachedRequestData.make_empty()
+    cached.req_ids, cached.num_computed_tokens, cached.num_output_tokens = ["a", "b"], [10, 20], [3, 4]
+    step.num_scheduled_tokens, step.finished_req_ids = {"a": 16, "b": 16}, {"c"}
+    setattr(step, TOKENS_EACH, 2 * PASS_TOKENS)
+    setattr(step, GUESSED, True)
+    first, second = single_steps(step)
+    for single in (first, second):
+        assert single.num_scheduled_tokens == {"a": 8, "b": 8}
+        assert single.total_num_scheduled_tokens == 16
+        assert single.scheduled_spec_decode_tokens == {"a": [-1] * 7, "b": [-1] * 7}
+    assert second.scheduled_cached_reqs.num_computed_tokens == [18, 28]
+    assert (first.finished_req_ids, second.finished_req_ids) == ({"c"}, set())
