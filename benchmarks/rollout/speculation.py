@@ -66,9 +66,7 @@ async def engine_of(policy: Path, dtype: str, up_to: int, share: float, argument
 
 def offered(folder: Path, model: torch.nn.Module, dtype: torch.dtype, version: int) -> Offer:
     written = write_snapshot(folder / f"weights-{version}", PolicyVersion(version), 0, model.named_parameters(), dtype)
-    return file_offer(
-        PolicyRecord(PolicyVersion(version), None, 0, 0.0, written.digest, str(written.location)), 60.0
-    )
+    return file_offer(PolicyRecord(PolicyVersion(version), None, 0, 0.0, written.digest, str(written.location)), 60.0)
 
 
 # ---------------------------------------------------------------- speed
@@ -83,9 +81,7 @@ def problems(policy: Path, count: int) -> list[np.ndarray]:
     prompts = []
     for _ in range(count):
         left, right, bags = (int(lot.integers(3, 60)) for _ in range(3))
-        text = (
-            f"A shop has {bags} bags with {left} apples and {right} pears each. How many fruits are there? Think step by step."
-        )
+        text = f"A shop has {bags} bags with {left} apples and {right} pears each. How many fruits are there? Think step by step."
         ids = tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True)
         prompts.append(np.array(ids["input_ids"] if hasattr(ids, "keys") else ids, dtype=np.int32))
     return prompts
@@ -161,7 +157,9 @@ def random_policy(folder: Path, seed: int) -> torch.nn.Module:
 
 
 @torch.inference_mode()
-def exact(model: torch.nn.Module, prompt: np.ndarray, samples: list[GeneratedSample], temperature: float) -> torch.Tensor:
+def exact(
+    model: torch.nn.Module, prompt: np.ndarray, samples: list[GeneratedSample], temperature: float
+) -> torch.Tensor:
     """Return log probabilities [samples, tokens, vocabulary] in float32."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     rows = torch.tensor(np.stack([np.concatenate([prompt, sample.token_ids]) for sample in samples]).astype(np.int64))

@@ -139,6 +139,11 @@ class RolloutSettings(Section):
     @model_validator(mode="after")
     def _agree(self) -> "RolloutSettings":
         self._check_engines()
+        if self.vllm.speculation and (self.nodes, self.vllm.tensor_parallel_size) != (1, 1):
+            raise ValueError(
+                "expected rollout.nodes = 1 and rollout.vllm.tensor_parallel_size = 1 with rollout.vllm.speculation, found "
+                f"{self.nodes} and {self.vllm.tensor_parallel_size}: change one of them"
+            )
         if (self.nodes, self.node) == (1, 0):
             return self
         if not self.rendezvous or self.node >= self.nodes or self.secret_file is None:

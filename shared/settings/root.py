@@ -369,6 +369,11 @@ def _check_sampling(settings: Settings) -> None:
             "expected no top_p, top_k, min_p or min_new_tokens in [sampling] with algorithm.distillation, whose teacher's logprobs are over "
             "all tokens and not over those that could be drawn: change one of them"
         )
+    if settings.rollout.vllm.speculation and any(part.kept_tokens for part in drawn):
+        raise ValueError(
+            "expected no top_p, top_k or min_p in [sampling] with rollout.vllm.speculation, which records no tokens that could be drawn: "
+            "change one of them"
+        )
     if settings.algorithm.reference_travels and truncated:
         raise ValueError(
             'expected algorithm.reference = "trainer" with top_p, top_k, min_p or min_new_tokens in [sampling], found '

@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from torch import nn
 
 from penstock.services.rollout.engines.vllm.multihost.hosts import Hosts
+from penstock.services.rollout.engines.vllm.scheduling.guessing import GUESSING_UP_TO, PASS_TOKENS
 from penstock.shared.errors import SettingsError
 from penstock.shared.extras import install_command
 from penstock.shared.files import temporary
@@ -185,7 +186,11 @@ def engine_args(arguments: dict[str, Any], own: str = "") -> Any:
     if unknown:
         raise SettingsError(f"expected arguments of vLLM in rollout.vllm.arguments, found {unknown[0]}: leave it out")
     if "cudagraph_capture_sizes" in known and not arguments.keys() & _GRAPHS:
-        arguments = {"cudagraph_capture_sizes": capture_sizes(arguments["max_num_seqs"]), **arguments}
+        sizes = capture_sizes(arguments["max_num_seqs"])
+        guessing = (arguments.get("additional_config") or {}).get(GUESSING_UP_TO, 0)
+        if guessing * PASS_TOKENS > sizes[-1]:
+            sizes.append(guessing * PASS_TOKENS)
+        arguments = {"cudagraph_capture_sizes": sizes, **arguments}
     if (least := 2 * arguments["max_num_seqs"]) > _STEP_TOKENS:
         arguments = {"max_num_batched_tokens": least, **arguments}
     if "enable_batch_sharded_sampling" in known:  # else each rank sees only its own requests' logits

@@ -30,7 +30,12 @@ import torch
 
 from penstock.services.rollout.engines.vllm import start_report
 from penstock.services.rollout.engines.vllm.arguments import check_windows
-from penstock.services.rollout.engines.vllm.decoding.several_steps import open_siblings, quick_sampler, split_less, take_several_steps
+from penstock.services.rollout.engines.vllm.decoding.several_steps import (
+    open_siblings,
+    quick_sampler,
+    split_less,
+    take_several_steps,
+)
 from penstock.services.rollout.engines.vllm.ladder import Ladder, storages, tensors
 from penstock.services.rollout.engines.vllm.multihost.hosts import secret_of
 from penstock.services.rollout.engines.vllm.multihost.stores import bind_stores

@@ -30,8 +30,8 @@ _TEXTS = 16
 """Maximum texts in which a request's tokens are searched."""
 _AHEAD = 256
 """Granularity of the searched length, in tokens: more than are under way."""
-_BATCHES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
-"""Requests for which CUDA graphs are captured."""
+_BATCHES = (1, 2, 4, 8, 12, 16, 24, 32, 48)
+"""Requests for which CUDA graphs are captured, beside the most."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -65,7 +65,9 @@ def _copy(token_RT, stride, length_R, row_n, best_n, guess_Rd, guesses, BLOCK: t
     rest = tl.maximum(tl.load(length_R + other) - end, 1)
     number = tl.arange(0, BLOCK)
     is_guess = number < tl.where(best > 0, guesses, 0)
-    guess = tl.load(token_RT + other * stride + end + number % rest, mask=is_guess, other=0)  # as if the text went round
+    guess = tl.load(
+        token_RT + other * stride + end + number % rest, mask=is_guess, other=0
+    )  # as if the text went round
     tl.store(guess_Rd + row * guesses + number, guess.to(tl.int64), mask=number < guesses)
 
 
@@ -129,14 +131,11 @@ class Siblings:
         runner, own = self._runner, self._runner.cudagraph_manager
         if own is None or own.cudagraph_mode.decode_mode() != CUDAGraphMode.FULL:
             return None
-        most = runner.vllm_config.additional_config[GUESSING_UP_TO]
-        longest = runner.compilation_config.max_cudagraph_capture_size // PASS_TOKENS
-        largest = min(runner.max_num_reqs, longest, 2 * most - 1)
+        most = min(runner.vllm_config.additional_config[GUESSING_UP_TO], runner.max_num_reqs)
         graphs = type(own)(runner.vllm_config, runner.device, CUDAGraphMode.FULL_DECODE_ONLY, PASS_TOKENS)
         captured = [
             BatchExecutionDescriptor(CUDAGraphMode.FULL, requests * PASS_TOKENS, requests, PASS_TOKENS)
-            for requests in reversed(_BATCHES)
-            if requests <= largest
+            for requests in (most, *(batch for batch in reversed(_BATCHES) if batch < most))
         ]
         graphs._capture_descs, graphs._candidates = {CUDAGraphMode.FULL: captured}, {}
         for graph in captured:
@@ -177,9 +176,7 @@ class Siblings:
         computed = self._states.num_computed_tokens_np
         longest = (int(computed[self._searched].max()) // _AHEAD + 2) * _AHEAD
         states = self._states
-        guess(
-            states.all_token_ids.gpu, states.total_len.gpu, self._row_n, self._text_nS, longest, states.draft_tokens
-        )
+        guess(states.all_token_ids.gpu, states.total_len.gpu, self._row_n, self._text_nS, longest, states.draft_tokens)
 
     def _find(self, requests: Sequence[str]) -> None:
         """Find the texts of each request's group."""

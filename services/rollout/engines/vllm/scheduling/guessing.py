@@ -50,5 +50,14 @@ class Guessing:
         if self._n % 50 == 0:
             import sys
 
-            print("GUESSING", self._n, "mean of all", round(self._s / self._n, 3), "lately", round(self.mean, 3), file=sys.stderr, flush=True)
+            print(
+                "GUESSING",
+                self._n,
+                "mean of all",
+                round(self._s / self._n, 3),
+                "lately",
+                round(self.mean, 3),
+                file=sys.stderr,
+                flush=True,
+            )
         self.mean += _SHARE * (tokens / passes - self.mean)

@@ -316,7 +316,12 @@ class PlainDecoding:
         stops = frozenset({parameters.eos_token_id, *(parameters.stop_token_ids or ()), *parameters.all_stop_token_ids})
         is_whole = parameters.top_p == 1 and parameters.top_k < 1
         known = _Request(
-            request, request._output_token_ids, request._all_token_ids, stops, min(request.max_tokens, longest) - 1, is_whole
+            request,
+            request._output_token_ids,
+            request._all_token_ids,
+            stops,
+            min(request.max_tokens, longest) - 1,
+            is_whole,
         )
         self._known[name] = known
         return known

@@ -13,6 +13,7 @@ from penstock.services.rollout.engines.vllm.arguments import release
 from penstock.services.rollout.engines.vllm.scheduling.guessing import GUESSING_UP_TO
 from penstock.services.rollout.engines.vllm.scheduling.held_tokens import MOST, Holding
 from penstock.services.rollout.engines.vllm.scheduling.plain_decoding import plain_decoding
+from penstock.shared.errors import SettingsError
 
 _WARNING = "Using custom scheduler class"
 """vLLM's, that its interface may change: the adapter supports named versions, and its tests run each."""
@@ -33,11 +34,26 @@ class HoldingAsyncScheduler(Holding, AsyncScheduler):  # type: ignore[misc]
         super().__init__(*given, **named)
         guessing = self.vllm_config.additional_config.get(GUESSING_UP_TO, 0)
         self._plain = plain_decoding(self, RequestStatus.RUNNING, release(), MOST - 1, guessing)
+        if guessing and self._plain is None:
+            raise SettingsError(
+                "expected a model with full attention alone, prefix caching and no connector to guess tokens, found another: set "
+                "rollout.vllm.speculation = 0"
+            )
 
 
 def hold_tokens(config: Any) -> None:
-    """Let the engine of ``config`` (vLLM's ``VllmConfig``) hold tokens, unless it has a scheduler of the user's."""
+    """Let the engine of ``config`` (vLLM's ``VllmConfig``) hold tokens, unless it has a scheduler of the user's.
+
+    Raises:
+        SettingsError: another scheduler cannot guess tokens.
+    """
     scheduling = config.scheduler_config
+    is_ours = scheduling.scheduler_cls is None and scheduling.async_scheduling
+    if config.additional_config.get(GUESSING_UP_TO) and not is_ours:
+        raise SettingsError(
+            "expected no scheduler_cls and no async_scheduling = false in rollout.vllm.arguments with rollout.vllm.speculation: leave "
+            "one of them out"
+        )
     if scheduling.scheduler_cls is None:
         scheduling.scheduler_cls = HoldingAsyncScheduler if scheduling.async_scheduling else HoldingScheduler
 
