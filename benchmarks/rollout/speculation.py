@@ -143,7 +143,7 @@ async def compare(
 # ---------------------------------------------------------------- distribution
 
 
-def random_policy(folder: Path, seed: int) -> torch.nn.Module:
+def random_policy(folder: Path, seed: int) -> Any:
     """Return a random policy, which is written to ``folder``, with an entropy of about half a nat at temperature 1."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -157,14 +157,13 @@ def random_policy(folder: Path, seed: int) -> torch.nn.Module:
 
 
 @torch.inference_mode()
-def exact(
-    model: torch.nn.Module, prompt: np.ndarray, samples: list[GeneratedSample], temperature: float
-) -> torch.Tensor:
+def exact(model: Any, prompt: np.ndarray, samples: list[GeneratedSample], temperature: float) -> torch.Tensor:
     """Return log probabilities [samples, tokens, vocabulary] in float32."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     rows = torch.tensor(np.stack([np.concatenate([prompt, sample.token_ids]) for sample in samples]).astype(np.int64))
     logits = model.to(device)(rows.to(device)).logits[:, len(prompt) - 1 : -1]
-    return (logits.float() / temperature).log_softmax(-1).cpu()
+    logprobs: torch.Tensor = (logits.float() / temperature).log_softmax(-1).cpu()
+    return logprobs
 
 
 def places(logprobs: torch.Tensor, tokens: torch.Tensor, lot: np.random.Generator) -> np.ndarray:
@@ -208,7 +207,9 @@ async def draws(arguments: argparse.Namespace) -> dict[str, Any]:
 async def drawn(engine: VllmEngine, model: torch.nn.Module, count: int) -> dict[str, Any]:
     """Return the test of ``count`` tokens at temperatures of 0.7 and 1."""
     lot = np.random.default_rng(1)
-    parts, largest, differences, seconds, made = [], 0.0, [], 0.0, 0
+    parts: list[np.ndarray] = []
+    differences: list[float] = []
+    largest, seconds, made = 0.0, 0.0, 0
     while made < count:
         temperature = 1.0 if len(parts) % 2 else 0.7
         prompts = [lot.integers(0, _VOCABULARY, 12, dtype=np.int32) for _ in range(2)]
