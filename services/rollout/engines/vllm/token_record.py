@@ -83,6 +83,8 @@ class TokenRecord:
         self._index_n: torch.Tensor | None = None
         self._last: _Step | None = None
         """None after a change of any request."""
+        self._layout: tuple[list[str], torch.Tensor] | None = None
+        """Requests of the last step with guesses, and their rows, prompts and rooms on the device; None after a change."""
         self._guessed: set[str] = set()
         """Held requests of which there are at most as many tokens as ``_drawn``."""
         self._supports: dict[str, Supports] = {}
@@ -110,7 +112,7 @@ class TokenRecord:
         self, request: str, prompt_tokens: int, known_tokens: int, max_new_tokens: int, truncated: bool = False
     ) -> None:
         """Add a request, or re-add it after preemption; ``known_tokens`` are read before the next draw."""
-        self._last = None
+        self._last = self._layout = None
         if truncated and self._keeps_logprobs:
             self._supports.setdefault(request, {})
         row = self._rows.get(request)
@@ -126,7 +128,7 @@ class TokenRecord:
 
     def resume(self, request: str, completion_tokens: int) -> None:
         """Continue a preempted request; tokens after ``completion_tokens`` are redrawn."""
-        self._last = None
+        self._last = self._layout = None
         row = self._rows.get(request)
         if row is not None:
             self._rewind(request, row, int(self._prompt[row]) + completion_tokens)
@@ -157,7 +159,7 @@ class TokenRecord:
         draws_n = (read_n >= self._known[row_n]) & (row_n >= 0)
         self._drawn[row_n[draws_n]] = position_n[draws_n] + 1
         if place_m is not None:
-            self._index_n = self._indices(row_n, draws_n, place_m)
+            self._index_n = self._indices(requests, row_n, draws_n, place_m)
             if len(place_m) > len(requests):
                 self._guessed.update(request for request in requests if request in self._rows)
         elif self._keeps_logprobs:
@@ -176,12 +178,21 @@ class TokenRecord:
 
     @torch.inference_mode()
     def _indices(
-        self, row_n: npt.NDArray[np.int64], draws_n: npt.NDArray[np.bool_], place_m: torch.Tensor
+        self,
+        requests: Sequence[str],
+        row_n: npt.NDArray[np.int64],
+        draws_n: npt.NDArray[np.bool_],
+        place_m: torch.Tensor,
     ) -> torch.Tensor:
         """Return where to write the logprobs of tokens that follow those at ``place_m``."""
-        room_n = np.where(draws_n, self._tokens, 0)
-        each = len(place_m) // max(len(row_n), 1)
-        row_m, prompt_m, room_m = self._sent(np.stack([row_n, self._prompt[row_n], room_n]).repeat(each, axis=1))
+        if self._layout is None or self._layout[0] != requests or self._layout[1].shape[1] != len(place_m):
+            each = len(place_m) // max(len(row_n), 1)
+            room_n = np.where(draws_n, self._tokens, 0)
+            sent = self._sent(np.stack([row_n, self._prompt[row_n], room_n]).repeat(each, axis=1))
+            self._layout = (list(requests), sent) if bool(draws_n.all()) else None
+        else:
+            sent = self._layout[1]
+        row_m, prompt_m, room_m = sent
         position_m = place_m + 1 - prompt_m
         return torch.where(position_m < room_m, row_m * self._tokens + position_m, len(self._logprobs) - 1)
 
@@ -244,7 +255,7 @@ class TokenRecord:
         rows = {request: self._rows.pop(request) for request in requests if request in self._rows}
         if not rows:
             return None
-        self._last = None
+        self._last = self._layout = None
         self._guessed -= rows.keys()
         longest = self._tokens if self._keeps_logprobs else 0
         lengths = tuple(min(int(self._drawn[row]), longest) for row in rows.values())
@@ -263,7 +274,7 @@ class TokenRecord:
 
     @torch.inference_mode()
     def _grow(self, rows: int, tokens: int) -> None:
-        self._last = None
+        self._last = self._layout = None
         grown = torch.zeros(rows * tokens + 1, dtype=torch.float32, device=self._device)
         if self._capacity:
             old = self._logprobs[:-1].view(self._capacity, self._tokens)

@@ -251,13 +251,9 @@ class Device:
             self._tokens[name] += count
         made, device_is_done = output(self._step, tokens), SimpleNamespace(query=lambda: True, synchronize=lambda: None)
         width = PASS_TOKENS if guesses else 1
-        array = np.array([(*drawn, *[0] * width)[:width] for drawn in tokens.values()]).reshape(-1, width)
-        return SimpleNamespace(
-            sampled_token_ids=array,
-            num_sampled_tokens_np=np.array([len(drawn) for drawn in tokens.values()]),
-            copy_event=device_is_done,
-            get_output=lambda: made,
-        )
+        array = np.array([(*drawn, *[-1 if guesses else 0] * width)[:width] for drawn in tokens.values()])
+        array = array.reshape(-1, width)
+        return SimpleNamespace(sampled_token_ids=array, copy_event=device_is_done, get_output=lambda: made)
 
 
 @pytest.mark.parametrize("guessing_up_to", [0, 6])
@@ -295,7 +291,7 @@ def test_several_tokens_in_a_step_give_the_same_completions(
     for name in theirs.side.ends.keys() - aborted:
         assert (ours.side.ends[name], ours.side.sent[name]) == (theirs.side.ends[name], theirs.side.sent[name])
     assert sum(tokens >= MOST_EACH for tokens in ours.tokens_of_steps) > 20
-    assert (max(ours.tokens_of_steps) == 4 * PASS_TOKENS) == bool(guessing_up_to)
+    assert (max(ours.tokens_of_steps) > 4 * PASS_TOKENS) == bool(guessing_up_to)
     free = ours.side.state()["free"]
     assert len(free) == len(theirs.side.state()["free"])
 

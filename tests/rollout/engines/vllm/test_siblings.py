@@ -13,17 +13,39 @@ from penstock.services.rollout.engines.vllm.scheduling.guessing import _REST, GU
 from penstock.services.rollout.engines.vllm.scheduling.plain_decoding import TOKENS_EACH
 from tests.conftest import need_module
 
+Settle = Callable[[list[list[int]], list[list[int]]], tuple[list[list[int]], list[int], list[int]]]
 Guess = Callable[[list[list[int]], list[list[int]]], list[list[int]]]
 
 
 @pytest.fixture(scope="module")
-def guess() -> Iterator[Guess]:
-    """Guess what follows texts, each request's first, in a process whose Triton interprets kernels."""
+def interpreted() -> Iterator[Callable[..., Any]]:
+    """Call a function in a process whose Triton interprets kernels."""
     need_module("triton", "vllm")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-            yield lambda texts, searched: pool.submit(_guess, texts, searched).result()
+            yield lambda function, *given: pool.submit(function, *given).result()
+
+
+@pytest.fixture
+def guess(interpreted: Callable[..., Any]) -> Guess:
+    """Guess what follows texts, each request's first."""
+    return lambda *given: interpreted(_guess, *given)
+
+
+@pytest.fixture
+def settle(interpreted: Callable[..., Any]) -> Settle:
+    return lambda *given: interpreted(_settle, *given)
+
+
+def _settle(drawn: list[list[int]], read: list[list[int]]) -> Any:
+    from penstock.services.rollout.engines.vllm.decoding import siblings
+
+    read_ids = torch.tensor(read).ravel().to(torch.int32)
+    shift = 5  # of the batch in vLLM's buffer
+    ids = torch.cat([torch.full((shift,), 99, dtype=torch.int32), read_ids])
+    made = siblings.settle(torch.tensor(drawn).ravel(), ids, torch.arange(len(read_ids)) + shift)
+    return [part.tolist() for part in made]
 
 
 def _guess(texts: list[list[int]], searched: list[list[int]]) -> Any:
@@ -59,32 +81,33 @@ def test_without_an_occurrence_guesses_are_some_token(guess: Guess) -> None:
     assert guess([[1, 2], [3, 4]], [[0, 1], [1, -1]]) == [[0] * 7, [0] * 7]
 
 
-def test_tokens_count_up_to_the_first_that_differs_from_its_guess() -> None:
-    need_module("triton", "vllm")
-    from penstock.services.rollout.engines.vllm.decoding.siblings import agreed
-
-    read = torch.tensor([[5, 6, 7, 8], [5, 6, 7, 8], [5, 6, 7, 8], [5, 6, 7, 8]])
-    drawn = torch.tensor([[6, 7, 8, 9], [0, 7, 8, 9], [6, 0, 8, 9], [6, 7, 0, 9]])
-    assert agreed(drawn.ravel(), read.ravel(), 4).tolist() == [4, 1, 2, 3]
+def test_tokens_count_up_to_the_first_that_differs_from_its_guess(settle: Settle) -> None:
+    read = [5, 11, 12, 13, 14, 15, 16, 17]
+    right = [11, 12, 13, 14, 15, 16, 17, 18]
+    drawn = [right, [0, *right[1:]], [11, 0, *right[2:]], [*right[:6], 0, 18]]
+    tokens, sampled, rejected = settle(drawn, [read] * 4)
+    assert tokens == [right, [0, *[-1] * 7], [11, 0, *[-1] * 6], [*right[:6], 0, -1]]
+    assert (sampled, rejected) == ([8, 1, 2, 7], [0, 7, 6, 1])
 
 
 def test_tokens_are_guessed_for_few_requests_with_room() -> None:
     guessing = Guessing(4)
-    assert [guessing.passes(requests, 8, 100) for requests in (1, 4, 5)] == [4, 4, 0]
-    assert [guessing.passes(1, 1, room) for room in (7, 8, 100)] == [0, 1, 1]
-    assert guessing.passes(1, 8, 17) == 2
-    assert Guessing(0).passes(1, 8, 100) == 0
+    assert [guessing.passes(requests, 8, 999, 100) for requests in (1, 4, 5)] == [8, 8, 0]
+    assert [guessing.passes(1, 1, 999, room) for room in (7, 8, 100)] == [0, 1, 1]
+    assert guessing.passes(1, 8, 999, 17) == 2
+    assert [guessing.passes(1, 8, left, 100) for left in (-5, 15, 32, 64, 127, 128)] == [1, 1, 2, 4, 7, 8]
+    assert Guessing(0).passes(1, 8, 999, 100) == 0
 
 
 def test_guesses_that_are_wrong_are_tried_again_later() -> None:
     guessing = Guessing(4)
     for _ in range(40):
         guessing.learn(tokens=4, passes=4)
-    assert [guessing.passes(1, 1, 100) for _ in range(_REST)] == [0] * (_REST - 1) + [1]
+    assert [guessing.passes(1, 1, 999, 100) for _ in range(_REST)] == [0] * (_REST - 1) + [1]
     for _ in range(40):
         guessing.learn(tokens=20, passes=4)
     assert guessing.mean == pytest.approx(5.0, abs=0.1)
-    assert guessing.passes(1, 1, 100) == 1
+    assert guessing.passes(1, 1, 999, 100) == 1
 
 
 def test_a_step_with_guesses_consists_of_passes() -> None:

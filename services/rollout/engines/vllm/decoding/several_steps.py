@@ -200,9 +200,6 @@ class SeveralSteps:
         drawn, sampled, rejected = runner.sample(self._replay(), batch, None)
         runner.postprocess_sampled(batch.idx_mapping, drawn.sampled_token_ids, sampled, rejected, batch.query_start_loc)
         token_nk: torch.Tensor = drawn.sampled_token_ids
-        if batch.num_draft_tokens:
-            is_over_nk = torch.arange(tokens, device=token_nk.device) >= sampled.unsqueeze(1)
-            token_nk = token_nk.masked_fill(is_over_nk, -1)
         return token_nk
 
 
@@ -221,21 +218,13 @@ class _Together:
         parts, made = [self._first, *self._later], self._get()
         del self._first, self._get  # which refers to this
         if self._later:
-            token_nk = np.concatenate([_counting(part) for part in parts], axis=1)
+            token_nk = np.concatenate([part.sampled_token_ids for part in parts], axis=1)
             if (token_nk < 0).any():
                 made.sampled_token_ids = [row[row >= 0].tolist() for row in token_nk]
             else:
                 made.sampled_token_ids = token_nk.tolist()
         setattr(made, UNWAITED, unwaited)
         return made
-
-
-def _counting(part: Any) -> Any:
-    """Return the tokens of a step, n × k, −1 after those that count."""
-    token_nk, count_n = part.sampled_token_ids, getattr(part, "num_sampled_tokens_np", None)
-    if count_n is None or token_nk.shape[1] == 1:
-        return token_nk
-    return np.where(np.arange(token_nk.shape[1]) < count_n[:, None], token_nk, -1)
 
 
 class _Copied:

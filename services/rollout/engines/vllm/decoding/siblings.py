@@ -4,7 +4,7 @@
 
     guess    last tokens ─▶ where they occur in the group's texts ─▶ the tokens after the longest, latest occurrence
     pass     last token and guesses ─▶ logits at each ─▶ a token drawn at each, as without guesses
-    sample   drawn tokens up to the first that differs from its guess
+    settle   drawn tokens up to the first that differs from its guess
 
 A token is drawn from the model's distribution after the tokens before it, whatever was guessed, so samples are those
 without guesses. A group is all requests with the same prompt, those that ended included until another request takes
@@ -97,15 +97,36 @@ def guess(
     )
 
 
-def agreed(token_m: torch.Tensor, read_m: torch.Tensor, requests: int) -> torch.Tensor:
-    """Return how many of the tokens drawn for each request count: up to the first that differs from its guess.
+@triton.jit  # type: ignore[untyped-decorator]
+def _settle(token_m, read_ptr, place_m, drawn_nk, sampled_n, rejected_n, TOKENS: tl.constexpr):  # type: ignore[no-untyped-def]
+    request = tl.program_id(0)
+    number = tl.arange(0, TOKENS)
+    first = request * TOKENS
+    token = tl.load(token_m + first + number)
+    has_guess = number < TOKENS - 1
+    guess = tl.load(read_ptr + tl.load(place_m + first + number + 1, mask=has_guess, other=0), mask=has_guess, other=-1)
+    sampled = tl.min(tl.where(has_guess & (guess == token), TOKENS, number), axis=0) + 1
+    tl.store(drawn_nk + first + number, tl.where(number < sampled, token, -1))
+    tl.store(sampled_n + request, sampled)
+    tl.store(rejected_n + request, TOKENS - sampled)
+
+
+def settle(
+    token_m: torch.Tensor, read: torch.Tensor, place_m: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the tokens of each request up to the first that differs from its guess, n × 8 with −1 after them, their
+    number and that of the others.
 
     Args:
         token_m: drawn after each token that was read, request by request.
-        read_m: those that were read: a request's last token, and its guesses.
+        read: tokens that the model has read.
+        place_m: where those of each request are: its last one, and its guesses.
     """
-    is_right_nd = token_m.view(requests, -1)[:, :-1] == read_m.view(requests, -1)[:, 1:]
-    return is_right_nd.to(torch.int32).cumprod(1).sum(1, dtype=torch.int32) + 1
+    requests = len(token_m) // PASS_TOKENS
+    drawn_nk = token_m.new_empty(requests, PASS_TOKENS)
+    sampled_n, rejected_n = token_m.new_empty((2, requests), dtype=torch.int32)
+    _settle[(requests,)](token_m, read, place_m, drawn_nk, sampled_n, rejected_n, TOKENS=PASS_TOKENS, num_warps=1)
+    return drawn_nk, sampled_n, rejected_n
 
 
 class Siblings:
@@ -129,7 +150,7 @@ class Siblings:
         from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 
         runner, own = self._runner, self._runner.cudagraph_manager
-        if own is None or own.cudagraph_mode.decode_mode() != CUDAGraphMode.FULL:
+        if own is None or own.cudagraph_mode.decode_mode() != CUDAGraphMode.FULL or not self._has_graphs():
             return None
         most = min(runner.vllm_config.additional_config[GUESSING_UP_TO], runner.max_num_reqs)
         graphs = type(own)(runner.vllm_config, runner.device, CUDAGraphMode.FULL_DECODE_ONLY, PASS_TOKENS)
@@ -145,6 +166,17 @@ class Siblings:
             runner.attn_groups, runner.kv_cache_config, progress_bar_desc="Capturing CUDA graphs with guesses",
         )  # fmt: skip
         return graphs
+
+    def _has_graphs(self) -> bool:
+        """Whether graphs may have several tokens of each request."""
+        from vllm.v1.attention.backend import AttentionCGSupport
+
+        return all(
+            group.get_metadata_builder(0).get_cudagraph_support(self._runner.vllm_config, group.kv_cache_spec).value
+            >= AttentionCGSupport.UNIFORM_BATCH.value
+            for groups in self._runner.attn_groups
+            for group in groups
+        )
 
     def execute(self, execute: Callable[..., Any], step: Any, *others: Any, **named: Any) -> Any:
         """Call vLLM's ``execute_model``, with guesses if ``step`` has them."""
@@ -200,11 +232,10 @@ class Siblings:
         drawn = self._sample(hidden_states, batch, grammar_output)
         if not batch.num_draft_tokens:
             return drawn
-        output, requests = drawn[0], len(batch.req_ids)
-        token_m = output.sampled_token_ids.view(-1)
-        sampled_n = agreed(token_m, batch.input_ids[batch.logits_indices], requests)
-        output.sampled_token_ids = token_m.view(requests, -1)
-        output.num_sampled, output.num_rejected = sampled_n, PASS_TOKENS - sampled_n
+        output = drawn[0]
+        output.sampled_token_ids, output.num_sampled, output.num_rejected = settle(
+            output.sampled_token_ids.view(-1), batch.input_ids, batch.logits_indices
+        )
         return output, output.num_sampled, output.num_rejected
 
     def counted_tokens(self) -> dict[str, int]:

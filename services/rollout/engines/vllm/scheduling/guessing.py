@@ -27,11 +27,12 @@ class Guessing:
         """Tokens of a request in a pass, lately."""
         self._rests = 0
 
-    def passes(self, requests: int, tokens_each: int, room: int) -> int:
+    def passes(self, requests: int, tokens_each: int, left: int, room: int) -> int:
         """Return the passes with guesses of the next step, 0 for none.
 
         Args:
             tokens_each: tokens of each request in a step without guesses.
+            left: tokens that a request may want yet, if all guesses under way are right.
             room: tokens that the longest request can have yet.
         """
         if requests > self._most or room < PASS_TOKENS:
@@ -41,7 +42,8 @@ class Guessing:
             if self._rests < _REST:
                 return 0
             self.mean, self._rests = _FIRST, 0
-        return min(max(1, tokens_each // 2), room // PASS_TOKENS)
+        few = max(1, left // (2 * PASS_TOKENS))  # so that the next step need not wait for this one
+        return min(tokens_each, few, room // PASS_TOKENS)
 
     def learn(self, tokens: int, passes: int) -> None:
         """Note that the ``passes`` of all requests together gave ``tokens``."""

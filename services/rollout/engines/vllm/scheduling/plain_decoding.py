@@ -199,7 +199,7 @@ class PlainDecoding:
         if not planned:
             return None
         room = most + 1 - longest
-        passes = min(self._guessing.passes(len(planned), self.tokens_each, room), max(left, 1))
+        passes = self._guessing.passes(len(planned), self.tokens_each, left, room)
         guessed = passes > 0 and all(known_of[request.request_id].is_whole for request in planned)
         tokens = passes * PASS_TOKENS if guessed else min(self.tokens_each, room, max(left, 1))
         changed = {
