@@ -4,15 +4,15 @@
     python -m benchmarks.rollout.speculation --draws 1000000 --rounds 0
 
 On a GPU, with vLLM 0.26. Two engines of one policy take turns, with guesses up to ``--up-to`` running samples and
-without; groups of 8 (or fewer) answer problems of ``--policy``, which ``examples/reasoning/prepare.py`` writes, at each
-of ``--temperatures``. Prints by temperature and running samples ``tokens_per_s`` of both (medians of rounds) and
-``ratio``, guessing / plain.
+without; groups of 8 (or fewer) answer problems of arithmetic by ``--policy``, which ``examples/reasoning/prepare.py``
+writes, at each of ``--temperatures``. Prints by temperature and running samples ``tokens_per_s`` of both (medians of
+rounds) and ``ratio``, guessing / plain.
 
-``draws``: a random policy of 64 tokens in float16, whose probabilities transformers computes in float32 after the fact.
+``draws``: a random policy of 64 tokens, whose probabilities transformers computes in float32 after the fact.
 ``chi_square`` compares places of drawn tokens in their cumulative distributions, most probable first, with equal shares
-in 64 bins: its ``p`` is uniform if the distribution is right. ``logprobs`` is the largest difference (nats) to
-transformers', ``accepted`` the mean tokens of a pass, and ``versions`` whether each token after an update has the
-logprob of the new weights.
+in 64 bins: its ``p`` is uniform if the distribution is right. ``logprobs`` are differences (nats) to transformers'.
+``versions``: after an update of the weights, the first tokens of the new version, the largest difference before them,
+and the least at them to the older weights, which is not small if the boundary is right.
 """
 
 import argparse
@@ -39,7 +39,7 @@ from penstock.shared.weights.format.snapshot import write_snapshot
 from penstock.shared.weights.receiver.puller import file_offer
 from penstock.shared.weights.transport.offer import Offer
 
-_GROUP = 8
+_GROUP, _CACHE_BYTES = 8, 8 << 30
 _VOCABULARY, _BINS = 64, 64
 _RANDOM = {
     "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -47,8 +47,8 @@ _RANDOM = {
 }  # fmt: skip
 
 
-async def engine_of(policy: Path, dtype: str, up_to: int, share: float, arguments: argparse.Namespace) -> VllmEngine:
-    """Return an engine that guesses up to ``up_to`` running samples, with ``share`` of the GPU's memory."""
+async def engine_of(policy: Path, dtype: str, up_to: int, arguments: argparse.Namespace) -> VllmEngine:
+    """Return an engine that guesses up to ``up_to`` running samples; several may start at once."""
     more: dict[str, Any] = {"additional_config": {GUESSING_UP_TO: up_to}} if up_to else {}
     return await open_vllm(
         gather(
@@ -57,9 +57,8 @@ async def engine_of(policy: Path, dtype: str, up_to: int, share: float, argument
             seed=0,
             max_num_seqs=256,
             max_model_len=1024,
-            gpu_memory_utilization=share,
             enforce_eager=arguments.eager,
-            arguments={**json.loads(arguments.vllm), **more},
+            arguments={"kv_cache_memory_bytes": _CACHE_BYTES, **json.loads(arguments.vllm), **more},
         )
     )
 
@@ -99,28 +98,28 @@ async def rate(engine: VllmEngine, prompts: list[np.ndarray], running: int, temp
     return sum(len(sample.token_ids) for group in groups for sample in group.samples) / seconds
 
 
-async def speeds(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return rates of both engines, by temperature and running samples."""
+async def start(folder: Path, arguments: argparse.Namespace) -> dict[str, VllmEngine]:
+    """Return an engine with guesses and one without."""
     from transformers import AutoModelForCausalLM
 
-    with tempfile.TemporaryDirectory(prefix="penstock-speculation-") as scratch:
-        model = AutoModelForCausalLM.from_pretrained(arguments.policy, dtype=torch.bfloat16)
-        offer = offered(Path(scratch), model, torch.bfloat16, 0)
-        engines: dict[str, VllmEngine] = {}
-        try:
-            for name, up_to in (("guessing", arguments.up_to), ("plain", 0)):
-                engines[name] = await engine_of(arguments.policy, "bfloat16", up_to, arguments.memory, arguments)
-                await put(engines[name], offer)
-            return {
-                f"{temperature}": {
-                    f"{running}": await compare(engines, running, temperature, arguments)
-                    for running in arguments.running
-                }
-                for temperature in arguments.temperatures
-            }
-        finally:
-            for engine in engines.values():
-                await engine.close()
+    model = await asyncio.to_thread(AutoModelForCausalLM.from_pretrained, arguments.policy, dtype=torch.bfloat16)
+    offer = offered(folder, model, torch.bfloat16, 0)
+    engines = await asyncio.gather(
+        *(engine_of(arguments.policy, "bfloat16", up_to, arguments) for up_to in (arguments.up_to, 0))
+    )
+    for engine in engines:
+        await put(engine, offer)
+    return dict(zip(("guessing", "plain"), engines, strict=True))
+
+
+async def speeds(engines: dict[str, VllmEngine], arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return rates of both engines, by temperature and running samples."""
+    return {
+        f"{temperature}": {
+            f"{running}": await compare(engines, running, temperature, arguments) for running in arguments.running
+        }
+        for temperature in arguments.temperatures
+    }
 
 
 async def compare(
@@ -129,7 +128,8 @@ async def compare(
     """Return the medians of rounds in which ``engines`` take turns."""
     rates: dict[str, list[float]] = {name: [] for name in engines}
     for number in range(arguments.rounds + 1):
-        prompts = problems(arguments.policy, 40)[number % 8 :]
+        groups = max(1, running // _GROUP)
+        prompts = problems(arguments.policy, groups * (arguments.rounds + 1))[number * groups :]
         for name in list(engines)[:: 1 if number % 2 else -1]:
             rates[name].append(await rate(engines[name], prompts, running, temperature))
     medians = {name: statistics.median(of_engine[1:]) for name, of_engine in rates.items()}
@@ -143,12 +143,12 @@ async def compare(
 # ---------------------------------------------------------------- distribution
 
 
-def random_policy(folder: Path, seed: int) -> Any:
+def random_policy(folder: Path, seed: int, dtype: torch.dtype) -> Any:
     """Return a random policy, which is written to ``folder``, with an entropy of about half a nat at temperature 1."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(seed)
-    model = Qwen2ForCausalLM(Qwen2Config(**_RANDOM, bos_token_id=None, eos_token_id=None)).half()
+    model = Qwen2ForCausalLM(Qwen2Config(**_RANDOM, bos_token_id=None, eos_token_id=None)).to(dtype)
     with torch.no_grad():
         model.lm_head.weight.mul_(25)
         model.model.embed_tokens.weight.mul_(10)
@@ -183,36 +183,33 @@ def chi_square(place_n: np.ndarray) -> dict[str, float]:
     return {"value": round(value, 1), "freedom": freedom, "p": round(0.5 * math.erfc(normal / math.sqrt(2)), 4)}
 
 
-async def draws(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return how tokens of a random policy are distributed, with guesses and without."""
-    with tempfile.TemporaryDirectory(prefix="penstock-speculation-") as scratch:
-        folder = Path(scratch)
-        models = [random_policy(folder / f"policy-{version}", version) for version in (0, 1)]
-        offers = [offered(folder, model, torch.float16, version) for version, model in enumerate(models)]
-        references = [model.float() for model in models]
-        made: dict[str, Any] = {}
-        for name, up_to in (("guessing", arguments.up_to), ("plain", 0)):
-            count = arguments.draws if up_to else arguments.draws // 4
-            engine = await engine_of(folder / "policy-0", "float16", up_to, arguments.memory, arguments)
-            try:
-                await put(engine, offers[0])
-                made[name] = await drawn(engine, references[0], count)
-                made[name]["versions"] = await updated(engine, references, offers[1])
-            finally:
-                await engine.close()
-            print(name, made[name], flush=True)
-        return made
+async def draws(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return how tokens of a random policy are distributed with guesses."""
+    dtype = getattr(torch, arguments.dtype)
+    models = [random_policy(folder / f"policy-{version}", version, dtype) for version in (0, 1)]
+    offers = [offered(folder / "random", model, dtype, version) for version, model in enumerate(models)]
+    references = [model.float() for model in models]
+    engine = await engine_of(folder / "policy-0", arguments.dtype, arguments.up_to, arguments)
+    try:
+        await put(engine, offers[0])
+        made = await drawn(engine, references[0], arguments)
+        made["versions"] = await updated(engine, references, offers[1])
+    finally:
+        await engine.close()
+    print(json.dumps(made), flush=True)
+    return made
 
 
-async def drawn(engine: VllmEngine, model: torch.nn.Module, count: int) -> dict[str, Any]:
-    """Return the test of ``count`` tokens at temperatures of 0.7 and 1."""
+async def drawn(engine: VllmEngine, model: Any, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the test of ``--draws`` tokens at temperatures of 0.7 and 1, or of fewer in ``--draws-s``."""
     lot = np.random.default_rng(1)
     parts: list[np.ndarray] = []
     differences: list[float] = []
     largest, seconds, made = 0.0, 0.0, 0
-    while made < count:
+    ends_s = time.monotonic() + arguments.draws_s
+    while made < arguments.draws and time.monotonic() < ends_s:
         temperature = 1.0 if len(parts) % 2 else 0.7
-        prompts = [lot.integers(0, _VOCABULARY, 12, dtype=np.int32) for _ in range(2)]
+        prompts = [lot.integers(0, _VOCABULARY, 12, dtype=np.int32) for _ in range(arguments.up_to // 16)]
         sampling = Sampling(samples=16, max_new_tokens=480, temperature=temperature)
         started_s = time.monotonic()
         groups = await asyncio.gather(*(engine.generate(GenerationRequest(prompt, sampling)) for prompt in prompts))
@@ -234,7 +231,7 @@ async def drawn(engine: VllmEngine, model: torch.nn.Module, count: int) -> dict[
     }
 
 
-async def updated(engine: VllmEngine, models: list[torch.nn.Module], offer: Offer) -> dict[str, Any]:
+async def updated(engine: VllmEngine, models: list[Any], offer: Offer) -> dict[str, Any]:
     """Update the weights while samples run; return how far each token's logprob is from that of its version."""
     lot = np.random.default_rng(2)
     prompt = lot.integers(0, _VOCABULARY, 12, dtype=np.int32)
@@ -253,7 +250,7 @@ async def updated(engine: VllmEngine, models: list[torch.nn.Module], offer: Offe
         before = exact(models[0], prompt, [sample], 1.0)[0, np.arange(first), sample.token_ids[:first]]
         worst = max(worst, float(np.abs(before.numpy() - sample.behavior_logprobs[:first]).max(initial=0.0)))
     after = [
-        float(np.abs(exact(models[0], prompt, [s], 1.0)[0, first, s.token_ids[first]] - s.behavior_logprobs[first]))
+        abs(float(exact(models[0], prompt, [s], 1.0)[0, first, s.token_ids[first]]) - float(s.behavior_logprobs[first]))
         for first, s in zip(firsts, group.samples, strict=True)
         if first < len(s.token_ids)
     ]
@@ -264,13 +261,17 @@ async def updated(engine: VllmEngine, models: list[torch.nn.Module], offer: Offe
     }
 
 
-async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the result."""
+async def measure(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the result. Tokens are drawn while the engines of the speeds start."""
     result: dict[str, Any] = {"up_to": arguments.up_to, "vllm": check_version()}
+    starting = asyncio.create_task(start(folder, arguments)) if arguments.rounds else None
     if arguments.draws:
-        result["draws"] = await draws(arguments)
-    if arguments.rounds:
-        result["speed"] = await speeds(arguments)
+        result["draws"] = await draws(folder, arguments)
+    if starting is not None:
+        engines = await starting
+        result["speed"] = await speeds(engines, arguments)
+        for engine in engines.values():
+            await engine.close()
     return result
 
 
@@ -281,12 +282,14 @@ def main() -> None:
     parser.add_argument("--temperatures", type=float, nargs="+", default=[1.0, 0.6])
     parser.add_argument("--rounds", type=int, default=5, help="of the speeds; 0: none")
     parser.add_argument("--draws", type=int, default=0)
-    parser.add_argument("--up-to", type=int, default=32)
-    parser.add_argument("--memory", type=float, default=0.2, help="share of the GPU's for each engine")
+    parser.add_argument("--up-to", type=int, default=64)
+    parser.add_argument("--draws-s", type=float, default=math.inf)
+    parser.add_argument("--dtype", default="float32", help="of the policy whose draws are compared")
     parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
     parser.add_argument("--vllm", default="{}", help="more arguments of vLLM, as JSON")
     arguments = parser.parse_args()
-    print(json.dumps(asyncio.run(measure(arguments))))
+    with tempfile.TemporaryDirectory(prefix="penstock-speculation-") as scratch:
+        print(json.dumps(asyncio.run(measure(Path(scratch), arguments))))
 
 
 if __name__ == "__main__":

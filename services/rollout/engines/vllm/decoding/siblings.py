@@ -34,7 +34,7 @@ _BATCHES = (1, 2, 4, 8, 12, 16, 24, 32, 48)
 """Requests for which CUDA graphs are captured, beside the most."""
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["texts"])  # type: ignore[untyped-decorator]
 def _search(  # type: ignore[no-untyped-def]
     token_RT, stride, length_R, row_n, text_nS, texts, best_n, LONGEST: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -140,8 +140,17 @@ class Siblings:
         self._requests: Sequence[str] = ()
         self._row_n = self._text_nS = torch.empty(0)
         self._searched = np.zeros(0, dtype=np.int64)
+        self._warm_up()
         self.graphs = self._capture()
         self._sample, runner.sample = runner.sample, self.sample
+
+    @torch.inference_mode()
+    def _warm_up(self) -> None:
+        """Compile the kernels."""
+        states, row_n = self._states, torch.zeros(1, dtype=torch.int32, device=self._runner.device)
+        guess(states.all_token_ids.gpu, states.total_len.gpu, row_n, row_n.view(1, 1), _AHEAD, states.draft_tokens)
+        token_m = torch.zeros(PASS_TOKENS, dtype=torch.int64, device=self._runner.device)
+        settle(token_m, token_m.to(torch.int32), token_m)
 
     @torch.inference_mode()
     def _capture(self) -> Any:
