@@ -57,6 +57,7 @@ async def engine_of(policy: Path, dtype: str, up_to: int, arguments: argparse.Na
             seed=0,
             max_num_seqs=256,
             max_model_len=1024,
+            gpu_memory_utilization=0.2,
             enforce_eager=arguments.eager,
             arguments={"kv_cache_memory_bytes": _CACHE_BYTES, **json.loads(arguments.vllm), **more},
         )
@@ -127,9 +128,10 @@ async def compare(
 ) -> dict[str, Any]:
     """Return the medians of rounds in which ``engines`` take turns."""
     rates: dict[str, list[float]] = {name: [] for name in engines}
+    groups = max(1, running // _GROUP)
+    every = problems(arguments.policy, groups * (arguments.rounds + 1))
     for number in range(arguments.rounds + 1):
-        groups = max(1, running // _GROUP)
-        prompts = problems(arguments.policy, groups * (arguments.rounds + 1))[number * groups :]
+        prompts = every[number * groups :]
         for name in list(engines)[:: 1 if number % 2 else -1]:
             rates[name].append(await rate(engines[name], prompts, running, temperature))
     medians = {name: statistics.median(of_engine[1:]) for name, of_engine in rates.items()}
