@@ -10,7 +10,8 @@ rounds) and ``ratio``, guessing / plain.
 
 ``draws``: a random policy of 64 tokens, whose probabilities transformers computes in float32 after the fact.
 ``chi_square`` compares places of drawn tokens in their cumulative distributions, most probable first, with equal shares
-in 64 bins: its ``p`` is uniform if the distribution is right. ``logprobs`` are differences (nats) to transformers'.
+in 64 bins: its ``p`` is uniform if the distribution is right. ``logprobs`` are differences (nats) to transformers',
+which ``plain`` has, too.
 ``versions``: after an update of the weights, the first tokens of the new version, the largest difference before them,
 and the least at them to the older weights, which is not small if the boundary is right.
 """
@@ -186,30 +187,33 @@ def chi_square(place_n: np.ndarray) -> dict[str, float]:
 
 
 async def draws(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return how tokens of a random policy are distributed with guesses."""
+    """Return how tokens of a random policy are distributed, with guesses, and 30,000 of them without."""
     dtype = getattr(torch, arguments.dtype)
     models = [random_policy(folder / f"policy-{version}", version, dtype) for version in (0, 1)]
     offers = [offered(folder / "random", model, dtype, version) for version, model in enumerate(models)]
     references = [model.float() for model in models]
-    engine = await engine_of(folder / "policy-0", arguments.dtype, arguments.up_to, arguments)
-    try:
+    limits = {"guessing": (arguments.up_to, arguments.draws), "plain": (0, min(arguments.draws, 30_000))}
+    engines = await asyncio.gather(
+        *(engine_of(folder / "policy-0", arguments.dtype, up_to, arguments) for up_to, _ in limits.values())
+    )
+    made: dict[str, Any] = {}
+    for (name, (_, count)), engine in zip(limits.items(), engines, strict=True):
         await put(engine, offers[0])
-        made = await drawn(engine, references[0], arguments)
-        made["versions"] = await updated(engine, references, offers[1])
-    finally:
+        made[name] = await drawn(engine, references[0], count, arguments)
+        made[name]["versions"] = await updated(engine, references, offers[1])
+        print(name, json.dumps(made[name]), flush=True)
         await engine.close()
-    print(json.dumps(made), flush=True)
     return made
 
 
-async def drawn(engine: VllmEngine, model: Any, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the test of ``--draws`` tokens at temperatures of 0.7 and 1, or of fewer in ``--draws-s``."""
+async def drawn(engine: VllmEngine, model: Any, count: int, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the test of ``count`` tokens at temperatures of 0.7 and 1, or of fewer in ``--draws-s``."""
     lot = np.random.default_rng(1)
     parts: list[np.ndarray] = []
     differences: list[float] = []
     largest, seconds, made = 0.0, 0.0, 0
     ends_s = time.monotonic() + arguments.draws_s
-    while made < arguments.draws and time.monotonic() < ends_s:
+    while made < count and time.monotonic() < ends_s:
         temperature = 1.0 if len(parts) % 2 else 0.7
         prompts = [lot.integers(0, _VOCABULARY, 12, dtype=np.int32) for _ in range(arguments.up_to // 16)]
         sampling = Sampling(samples=16, max_new_tokens=480, temperature=temperature)
