@@ -12,8 +12,9 @@ rounds) and ``ratio``, guessing / plain.
 ``chi_square`` compares places of drawn tokens in their cumulative distributions, most probable first, with equal shares
 in 64 bins: its ``p`` is uniform if the distribution is right. ``logprobs`` are differences (nats) to transformers',
 which ``plain`` has, too.
-``versions``: after an update of the weights, the first tokens of the new version, the largest difference before them,
-and the least at them to the older weights, which is not small if the boundary is right.
+``keep`` and ``recompute`` (``weights.kv``): after an update of the weights, the first tokens of the new version, the
+largest difference before them, and after them; with older keys and values instead the least at them to the older
+weights, which is not small if the boundary is right.
 """
 
 import argparse
@@ -24,7 +25,7 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -190,7 +191,7 @@ async def draws(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     """Return how tokens of a random policy are distributed, with guesses, and 30,000 of them without."""
     dtype = getattr(torch, arguments.dtype)
     models = [random_policy(folder / f"policy-{version}", version, dtype) for version in (0, 1)]
-    offers = [offered(folder / "random", model, dtype, version) for version, model in enumerate(models)]
+    offers = [offered(folder / "random", models[version % 2], dtype, version) for version in range(3)]
     references = [model.float() for model in models]
     limits = {"guessing": (arguments.up_to, arguments.draws), "plain": (0, min(arguments.draws, 30_000))}
     engines = await asyncio.gather(
@@ -200,7 +201,9 @@ async def draws(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     for (name, (_, count)), engine in zip(limits.items(), engines, strict=True):
         await put(engine, offers[0])
         made[name] = await drawn(engine, references[0], count, arguments)
-        made[name]["versions"] = await updated(engine, references, offers[1])
+        first, second = references
+        made[name]["keep"] = await updated(engine, first, second, offers[1], "keep")
+        made[name]["recompute"] = await updated(engine, second, first, offers[2], "recompute")
         print(name, json.dumps(made[name]), flush=True)
         await engine.close()
     return made
@@ -237,33 +240,40 @@ async def drawn(engine: VllmEngine, model: Any, count: int, arguments: argparse.
     }
 
 
-async def updated(engine: VllmEngine, models: list[Any], offer: Offer) -> dict[str, Any]:
-    """Update the weights while samples run; return how far each token's logprob is from that of its version."""
-    lot = np.random.default_rng(2)
-    prompt = lot.integers(0, _VOCABULARY, 12, dtype=np.int32)
+async def updated(
+    engine: VllmEngine, before: Any, after: Any, offer: Offer, kv: Literal["keep", "recompute"]
+) -> dict[str, Any]:
+    """Update the weights of ``before`` to those of ``after`` while samples run; return where, and the differences."""
+    prompt = np.random.default_rng(2).integers(0, _VOCABULARY, 12, dtype=np.int32)
     sampling = Sampling(samples=16, max_new_tokens=900, temperature=1.0)
+    engine._kv = kv
     await engine.stage(offer)
     running = asyncio.create_task(engine.generate(GenerationRequest(prompt, sampling)))
-    await asyncio.sleep(0.15)
+    await asyncio.sleep(0.06)
     await engine.swap(offer.header.version)
-    group = await running
-    firsts, worst = [], 0.0
-    for sample in group.samples:
-        spans = {int(version): int(first) for first, version in sample.version_spans}
-        first = spans.get(1, len(sample.token_ids))
+    firsts, older, newer = list[int](), list[float](), list[float]()
+    for sample in (await running).samples:
+        tokens = np.arange(len(sample.token_ids))
+        of_before, of_after = (
+            exact(model, prompt, [sample], 1.0)[0, tokens, sample.token_ids] for model in (before, after)
+        )
+        first = {int(version): int(first) for first, version in sample.version_spans}.get(offer.header.version)
+        if first is None:  # it ended before
+            continue
         firsts.append(first)
-        # keys and values of earlier tokens are of the older weights: only the first tokens after it are comparable
-        before = exact(models[0], prompt, [sample], 1.0)[0, np.arange(first), sample.token_ids[:first]]
-        worst = max(worst, float(np.abs(before.numpy() - sample.behavior_logprobs[:first]).max(initial=0.0)))
-    after = [
-        abs(float(exact(models[0], prompt, [s], 1.0)[0, first, s.token_ids[first]]) - float(s.behavior_logprobs[first]))
-        for first, s in zip(firsts, group.samples, strict=True)
-        if first < len(s.token_ids)
-    ]
+        older.append(float(np.abs(of_before.numpy() - sample.behavior_logprobs)[:first].max(initial=0.0)))
+        if kv == "recompute":
+            newer.append(float(np.abs(of_after.numpy() - sample.behavior_logprobs)[first:].max(initial=0.0)))
+        else:  # keys and values are older
+            newer.append(float(np.abs(of_before.numpy() - sample.behavior_logprobs)[first]))
     return {
-        "first_tokens": firsts,
-        "before": round(worst, 5),
-        "changed_at_once": round(min(after, default=0.0), 5),
+        "first_tokens": sorted(firsts),
+        "before": round(max(older, default=0.0), 5),
+        **(
+            {"after": round(max(newer, default=0.0), 5)}
+            if kv == "recompute"
+            else {"changed_at_once": round(min(newer, default=0.0), 5)}
+        ),
     }
 
 
