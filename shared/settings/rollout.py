@@ -87,8 +87,8 @@ class VllmSettings(Section):
     """Number type of the linear layers' weights and inputs while generating. `fp8`: half the memory of bfloat16, and
     samples of a slightly different policy, so algorithm.correction must be on (docs/weights.md)."""
     speculation: Annotated[int, Field(ge=0, le=64)] = Field(default=0)
-    """Running samples up to which the next tokens are guessed from other samples of the prompt, 0: none. Samples are
-    drawn as without guesses. For vLLM 0.26 on one GPU, without top_p, top_k and min_p."""
+    """Running samples up to which a replica guesses tokens from other samples of the prompt, at most 64; 0: never.
+    Samples are drawn as without guesses, but sooner where they repeat one another. For vLLM 0.26."""
     arguments: dict[str, Any] = Field(default={})
     """More of vLLM's AsyncEngineArgs: {enforce_eager = true} starts without CUDA graphs, {max_num_seqs = 64} limits the
     samples decoded at a time (default: rollout.max_groups × sampling.group_size)."""
@@ -139,11 +139,6 @@ class RolloutSettings(Section):
     @model_validator(mode="after")
     def _agree(self) -> "RolloutSettings":
         self._check_engines()
-        if self.vllm.speculation and (self.nodes, self.vllm.tensor_parallel_size) != (1, 1):
-            raise ValueError(
-                "expected rollout.nodes = 1 and rollout.vllm.tensor_parallel_size = 1 with rollout.vllm.speculation, found "
-                f"{self.nodes} and {self.vllm.tensor_parallel_size}: change one of them"
-            )
         if (self.nodes, self.node) == (1, 0):
             return self
         if not self.rendezvous or self.node >= self.nodes or self.secret_file is None:

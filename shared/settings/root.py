@@ -184,6 +184,7 @@ class Settings(Section):
             _check_warm_up,
             _check_gpus,
             _check_quantization,
+            _check_speculation,
             _check_trainer,
             _check_slots,
             _check_sampling,
@@ -312,10 +313,32 @@ def _check_quantization(settings: Settings) -> None:
         ("placement.mode", settings.placement.mode, "separate"),
         ("weights.lora", "adapter" if settings.publishes_adapters else "merged", "merged"),
     ):
-        if value != expected:
-            raise ValueError(
-                f"expected {key} = {shown(expected)} with {setting}, which is not verified otherwise, found {shown(value)}: change one of them"
-            )
+        _check_verified(setting, key, value, expected)
+
+
+def _check_speculation(settings: Settings) -> None:
+    vllm, sampling = settings.rollout.vllm, settings.sampling
+    if not vllm.speculation:
+        return
+    kept = max(part.kept_tokens for part in (sampling, *map(sampling.of, settings.data.sources)))
+    for key, value, expected in (
+        ("sampling.top_k", kept, 0),
+        ("rollout.nodes", settings.rollout.nodes, 1),
+        ("rollout.vllm.tensor_parallel_size", vllm.tensor_parallel_size, 1),
+        ("rollout.vllm.quantization", vllm.quantization, "none"),
+        ("rollout.engines_per_gpu", settings.rollout.engines_per_gpu, 1),
+        ("placement.mode", settings.placement.mode, "separate"),
+        ("weights.lora", "adapter" if settings.publishes_adapters else "merged", "merged"),
+        ("trainer.router_replay", settings.trainer.router_replay, False),
+    ):
+        _check_verified(f"rollout.vllm.speculation = {vllm.speculation}", key, value, expected)
+
+
+def _check_verified(setting: str, key: str, value: object, expected: object) -> None:
+    if value != expected:
+        raise ValueError(
+            f"expected {key} = {shown(expected)} with {setting}, which is not verified otherwise, found {shown(value)}: change one of them"
+        )
 
 
 def _check_trainer(settings: Settings) -> None:
@@ -368,11 +391,6 @@ def _check_sampling(settings: Settings) -> None:
         raise ValueError(
             "expected no top_p, top_k, min_p or min_new_tokens in [sampling] with algorithm.distillation, whose teacher's logprobs are over "
             "all tokens and not over those that could be drawn: change one of them"
-        )
-    if settings.rollout.vllm.speculation and any(part.kept_tokens for part in drawn):
-        raise ValueError(
-            "expected no top_p, top_k or min_p in [sampling] with rollout.vllm.speculation, which records no tokens that could be drawn: "
-            "change one of them"
         )
     if settings.algorithm.reference_travels and truncated:
         raise ValueError(
@@ -496,6 +514,7 @@ def check_plain_engine(settings: Settings, engine: str) -> None:
         ("rollout.nodes", settings.rollout.nodes, 1),
         ("rollout.vllm.tensor_parallel_size", settings.rollout.vllm.tensor_parallel_size, 1),
         ("rollout.vllm.quantization", settings.rollout.vllm.quantization, "none"),
+        ("rollout.vllm.speculation", settings.rollout.vllm.speculation, 0),
         ("rollout.engines_per_gpu", 1 if (several := settings.rollout.engines_per_gpu) == "auto" else several, 1),
         ("weights.kv", settings.weights.kv, "keep"),
         ("weights.shadow", "full" if settings.weights.shadow == "auto" else settings.weights.shadow, "full"),

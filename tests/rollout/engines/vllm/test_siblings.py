@@ -3,14 +3,22 @@
 import multiprocessing
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from penstock.services.rollout.engines.vllm.decoding.several_steps import single_steps
-from penstock.services.rollout.engines.vllm.scheduling.guessing import _REST, GUESSED, PASS_TOKENS, Guessing
+from penstock.services.rollout.engines.vllm.decoding.several_steps import open_siblings, single_steps
+from penstock.services.rollout.engines.vllm.scheduling.guessing import (
+    _REST,
+    GUESSED,
+    GUESSING_UP_TO,
+    PASS_TOKENS,
+    Guessing,
+)
 from penstock.services.rollout.engines.vllm.scheduling.plain_decoding import TOKENS_EACH
+from penstock.shared.errors import SettingsError
 from tests.conftest import need_module
 
 Settle = Callable[[list[list[int]], list[list[int]]], tuple[list[list[int]], list[int], list[int]]]
@@ -97,6 +105,20 @@ def test_tokens_are_guessed_for_few_requests_with_room() -> None:
     assert guessing.passes(1, 8, 999, 17) == 2
     assert [guessing.passes(1, 8, left, 100) for left in (-5, 15, 32, 64, 127, 128)] == [1, 1, 2, 4, 7, 8]
     assert Guessing(0).passes(1, 8, 999, 100) == 0
+
+
+def test_a_runner_that_cannot_guess_is_refused_with_the_setting() -> None:
+    need_module("vllm", "vllm")
+    worker = SimpleNamespace(
+        vllm_config=SimpleNamespace(additional_config={GUESSING_UP_TO: 8}),
+        parallel_config=SimpleNamespace(world_size=1, data_parallel_size=1),
+        device=torch.device("cpu"),
+        model_runner=SimpleNamespace(),
+    )
+    with pytest.raises(SettingsError, match=r"found another: set rollout\.vllm\.speculation = 0"):
+        open_siblings(worker, "")
+    worker.vllm_config.additional_config = {}
+    assert open_siblings(worker, "") is None
 
 
 def test_guesses_that_are_wrong_are_tried_again_later() -> None:
