@@ -124,7 +124,7 @@ def settle(
     """
     requests = len(token_m) // PASS_TOKENS
     drawn_nk = token_m.new_empty(requests, PASS_TOKENS)
-    sampled_n, rejected_n = token_m.new_empty((2, requests), dtype=torch.int32)
+    sampled_n, rejected_n = (token_m.new_empty(requests, dtype=torch.int32) for _ in range(2))
     _settle[(requests,)](token_m, read, place_m, drawn_nk, sampled_n, rejected_n, TOKENS=PASS_TOKENS, num_warps=1)
     return drawn_nk, sampled_n, rejected_n
 
