@@ -318,12 +318,9 @@ def _check_quantization(settings: Settings) -> None:
 
 def _check_speculation(settings: Settings) -> None:
     vllm, sampling = settings.rollout.vllm, settings.sampling
-    if not vllm.speculation:
-        return
     kept = max(part.kept_tokens for part in (sampling, *map(sampling.of, settings.data.sources)))
     for key, value, expected in (
         ("sampling.top_k", kept, 0),
-        ("rollout.nodes", settings.rollout.nodes, 1),
         ("rollout.vllm.tensor_parallel_size", vllm.tensor_parallel_size, 1),
         ("rollout.vllm.quantization", vllm.quantization, "none"),
         ("rollout.engines_per_gpu", settings.rollout.engines_per_gpu, 1),
@@ -331,7 +328,8 @@ def _check_speculation(settings: Settings) -> None:
         ("weights.lora", "adapter" if settings.publishes_adapters else "merged", "merged"),
         ("trainer.router_replay", settings.trainer.router_replay, False),
     ):
-        _check_verified(f"rollout.vllm.speculation = {vllm.speculation}", key, value, expected)
+        if vllm.speculation:
+            _check_verified(f"rollout.vllm.speculation = {vllm.speculation}", key, value, expected)
 
 
 def _check_verified(setting: str, key: str, value: object, expected: object) -> None:

@@ -28,6 +28,7 @@ import torch
 Versions = list[tuple[int, int]]
 Supports = dict[int, npt.NDArray[np.int32]]
 """Possible token ids by position."""
+_Array = npt.NDArray[Any]
 _ROWS, _TOKENS = 64, 1024
 
 
@@ -83,8 +84,6 @@ class TokenRecord:
         self._index_n: torch.Tensor | None = None
         self._last: _Step | None = None
         """None after a change of any request."""
-        self._layout: tuple[list[str], torch.Tensor] | None = None
-        """Requests of the last step with guesses, and their rows, prompts and rooms on the device; None after a change."""
         self._guessed: set[str] = set()
         """Held requests of which there are at most as many tokens as ``_drawn``."""
         self._supports: dict[str, Supports] = {}
@@ -112,7 +111,7 @@ class TokenRecord:
         self, request: str, prompt_tokens: int, known_tokens: int, max_new_tokens: int, truncated: bool = False
     ) -> None:
         """Add a request, or re-add it after preemption; ``known_tokens`` are read before the next draw."""
-        self._last = self._layout = None
+        self._last = None
         if truncated and self._keeps_logprobs:
             self._supports.setdefault(request, {})
         row = self._rows.get(request)
@@ -128,7 +127,7 @@ class TokenRecord:
 
     def resume(self, request: str, completion_tokens: int) -> None:
         """Continue a preempted request; tokens after ``completion_tokens`` are redrawn."""
-        self._last = self._layout = None
+        self._last = None
         row = self._rows.get(request)
         if row is not None:
             self._rewind(request, row, int(self._prompt[row]) + completion_tokens)
@@ -139,16 +138,10 @@ class TokenRecord:
         self._versions[request] = [(min(first, drawn), version) for first, version in self._versions[request]]
 
     def step(
-        self,
-        requests: Sequence[str],
-        computed_n: npt.NDArray[Any],
-        scheduled_n: npt.NDArray[Any],
-        place_m: torch.Tensor | None = None,
+        self, requests: Sequence[str], computed_n: _Array, scheduled_n: _Array, place_m: torch.Tensor | None = None
     ) -> None:
-        """Announce a step's requests, with tokens read before and now; the next logits are theirs.
-
-        Args:
-            place_m: of the token read before each drawn one, on the device, where requests have guesses or had.
+        """Announce a step's requests, with tokens read before and now; the next logits are theirs. Where requests have guesses
+        or had, ``place_m`` are the places, on the device, of the tokens after which it draws.
         """
         if place_m is None and self._repeat(requests, computed_n, scheduled_n):
             return
@@ -158,18 +151,18 @@ class TokenRecord:
         position_n = read_n - self._prompt[row_n]
         draws_n = (read_n >= self._known[row_n]) & (row_n >= 0)
         self._drawn[row_n[draws_n]] = position_n[draws_n] + 1
-        if place_m is not None:
-            self._index_n = self._indices(requests, row_n, draws_n, place_m)
-            if len(place_m) > len(requests):
-                self._guessed.update(request for request in requests if request in self._rows)
-        elif self._keeps_logprobs:
+        if self._keeps_logprobs:
             kept_n = draws_n & (position_n < self._tokens)
-            index_n = self._sent(np.where(kept_n, row_n * self._tokens + position_n, len(self._logprobs) - 1))
-            self._index_n = index_n
-            if len(requests) and bool(kept_n.all()) and not self._supports:
-                repeats = self._tokens - 1 - int(position_n.max())
-                self._last = _Step(list(requests), row_n, read_n, index_n, repeats)
-            if self._supports:
+            if place_m is None:
+                self._index_n = self._sent(np.where(kept_n, row_n * self._tokens + position_n, len(self._logprobs) - 1))
+                if len(requests) and bool(kept_n.all()) and not self._supports:
+                    repeats = self._tokens - 1 - int(position_n.max())
+                    self._last = _Step(list(requests), row_n, read_n, self._index_n, repeats)
+            else:
+                self._index_n = self._indices(row_n, draws_n, place_m)
+                if len(place_m) > len(requests):
+                    self._guessed |= self._rows.keys() & set(requests)
+            if self._supports:  # of requests that have no guesses
                 self._truncated = [
                     (place, int(position_n[place]), self._supports[request])
                     for place, request in enumerate(requests)
@@ -177,31 +170,20 @@ class TokenRecord:
                 ]
 
     @torch.inference_mode()
-    def _indices(
-        self,
-        requests: Sequence[str],
-        row_n: npt.NDArray[np.int64],
-        draws_n: npt.NDArray[np.bool_],
-        place_m: torch.Tensor,
-    ) -> torch.Tensor:
+    def _indices(self, row_n: _Array, draws_n: _Array, place_m: torch.Tensor) -> torch.Tensor:
         """Return where to write the logprobs of tokens that follow those at ``place_m``."""
-        if self._layout is None or self._layout[0] != requests or self._layout[1].shape[1] != len(place_m):
-            each = len(place_m) // max(len(row_n), 1)
-            room_n = np.where(draws_n, self._tokens, 0)
-            sent = self._sent(np.stack([row_n, self._prompt[row_n], room_n]).repeat(each, axis=1))
-            self._layout = (list(requests), sent) if bool(draws_n.all()) else None
-        else:
-            sent = self._layout[1]
-        row_m, prompt_m, room_m = sent
-        position_m = place_m + 1 - prompt_m
-        return torch.where(position_m < room_m, row_m * self._tokens + position_m, len(self._logprobs) - 1)
+        each = len(place_m) // max(len(row_n), 1)
+        known_3n = np.stack([row_n * self._tokens, self._prompt[row_n] - 1, np.where(draws_n, self._tokens, 0)])
+        start_m, before_m, room_m = self._sent(known_3n.repeat(each, axis=1))
+        position_m = place_m - before_m
+        return torch.where(position_m < room_m, start_m + position_m, len(self._logprobs) - 1)
 
-    def _sent(self, array: npt.NDArray[Any]) -> torch.Tensor:
+    def _sent(self, array: _Array) -> torch.Tensor:
         tensor = torch.from_numpy(array)
         return tensor.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else tensor
 
     @torch.inference_mode()
-    def _repeat(self, requests: Sequence[str], computed_n: npt.NDArray[Any], scheduled_n: npt.NDArray[Any]) -> bool:
+    def _repeat(self, requests: Sequence[str], computed_n: _Array, scheduled_n: _Array) -> bool:
         """Announce the last step once more, with one more token of each request, if that is what this step is."""
         last = self._last
         if (
@@ -255,7 +237,7 @@ class TokenRecord:
         rows = {request: self._rows.pop(request) for request in requests if request in self._rows}
         if not rows:
             return None
-        self._last = self._layout = None
+        self._last = None
         self._guessed -= rows.keys()
         longest = self._tokens if self._keeps_logprobs else 0
         lengths = tuple(min(int(self._drawn[row]), longest) for row in rows.values())
@@ -274,7 +256,7 @@ class TokenRecord:
 
     @torch.inference_mode()
     def _grow(self, rows: int, tokens: int) -> None:
-        self._last = self._layout = None
+        self._last = None
         grown = torch.zeros(rows * tokens + 1, dtype=torch.float32, device=self._device)
         if self._capacity:
             old = self._logprobs[:-1].view(self._capacity, self._tokens)

@@ -32,7 +32,6 @@ from penstock.services.rollout.engines.vllm.arguments import (
     serving,
 )
 from penstock.services.rollout.engines.vllm.engine import VllmEngine
-from penstock.services.rollout.engines.vllm.scheduling.guessing import GUESSING_UP_TO
 from penstock.services.rollout.engines.vllm.start import open_vllm
 from penstock.services.rollout.engines.vllm.start_report import FILE, followed
 from penstock.services.rollout.engines.vllm.worker import adapter_request
@@ -329,13 +328,8 @@ async def test_a_scheduler_of_the_users_stays_and_that_of_penstock_needs_no_warn
         (None, False, HoldingScheduler), (None, True, HoldingAsyncScheduler), ("their.Own", True, "their.Own"),
     ):  # fmt: skip
         config = SimpleNamespace(scheduler_cls=theirs, async_scheduling=asynchronous)
-        hold_tokens(SimpleNamespace(scheduler_config=config, additional_config={}))
+        hold_tokens(SimpleNamespace(scheduler_config=config))
         assert config.scheduler_cls == used
-        if used is not HoldingAsyncScheduler:
-            config = SimpleNamespace(scheduler_cls=theirs, async_scheduling=asynchronous)
-            guessing = SimpleNamespace(scheduler_config=config, additional_config={GUESSING_UP_TO: 8})
-            with pytest.raises(SettingsError, match=r"rollout\.vllm\.speculation: leave one of them out"):
-                hold_tokens(guessing)
     log = logging.getLogger("vllm.config.scheduler")
     for said, is_shown in (("Using custom scheduler class %s. This", False), ("another warning", True)):
         assert bool(log.filter(log.makeRecord(log.name, logging.WARNING, "", 0, said, (), None))) is is_shown

@@ -110,12 +110,16 @@ def test_tokens_are_guessed_for_few_requests_with_room() -> None:
 def test_a_runner_that_cannot_guess_is_refused_with_the_setting() -> None:
     need_module("vllm", "vllm")
     worker = SimpleNamespace(
-        vllm_config=SimpleNamespace(additional_config={GUESSING_UP_TO: 8}),
+        vllm_config=SimpleNamespace(
+            additional_config={GUESSING_UP_TO: 8}, scheduler_config=SimpleNamespace(scheduler_cls="their.Own")
+        ),
         parallel_config=SimpleNamespace(world_size=1, data_parallel_size=1),
         device=torch.device("cpu"),
         model_runner=SimpleNamespace(),
     )
-    with pytest.raises(SettingsError, match=r"found another: set rollout\.vllm\.speculation = 0"):
+    with pytest.raises(
+        SettingsError, match=r"found cpu, .* and the scheduler vLLM's: set rollout\.vllm\.speculation = 0"
+    ):
         open_siblings(worker, "")
     worker.vllm_config.additional_config = {}
     assert open_siblings(worker, "") is None

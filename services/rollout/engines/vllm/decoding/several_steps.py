@@ -64,12 +64,14 @@ def quick_sampler(worker: Any) -> Callable[..., Any] | None:
 
 def open_siblings(worker: Any, refusal: str) -> Any:
     """Return the :class:`siblings.Siblings` of ``worker``'s runner, or None; may raise SettingsError."""
-    if not worker.vllm_config.additional_config.get(GUESSING_UP_TO, 0):
+    config = worker.vllm_config
+    if not config.additional_config.get(GUESSING_UP_TO):
         return None
-    if refusal or not _is_known(worker):
+    scheduler = getattr(config.scheduler_config.scheduler_cls, "__name__", "vLLM's")
+    if refusal or not _is_known(worker) or scheduler != "HoldingAsyncScheduler":
         raise SettingsError(
-            "expected vLLM 0.26 with its newer model runner, alone on one GPU and without adapters, to guess tokens, found "
-            f"{refusal or 'another'}: set rollout.vllm.speculation = 0"
+            "expected vLLM 0.26, alone on one GPU, with its newer model runner, asynchronous scheduling and no adapters, to guess tokens, "
+            f"found {refusal or f'{worker.device.type}, {release()} and the scheduler {scheduler}'}: set rollout.vllm.speculation = 0"
         )
     from penstock.services.rollout.engines.vllm.decoding.siblings import Siblings
 

@@ -312,17 +312,10 @@ class PlainDecoding:
         parameters = getattr(request, "sampling_params", None)
         if parameters is None or has_more_than_tokens(request):
             return None
-        longest = self._cache.manager.max_model_len - request.num_prompt_tokens
+        last = min(request.max_tokens, self._cache.manager.max_model_len - request.num_prompt_tokens) - 1
         stops = frozenset({parameters.eos_token_id, *(parameters.stop_token_ids or ()), *parameters.all_stop_token_ids})
         is_whole = parameters.top_p == 1 and parameters.top_k < 1
-        known = _Request(
-            request,
-            request._output_token_ids,
-            request._all_token_ids,
-            stops,
-            min(request.max_tokens, longest) - 1,
-            is_whole,
-        )
+        known = _Request(request, request._output_token_ids, request._all_token_ids, stops, last, is_whole)
         self._known[name] = known
         return known
 

@@ -42,18 +42,8 @@ class HoldingAsyncScheduler(Holding, AsyncScheduler):  # type: ignore[misc]
 
 
 def hold_tokens(config: Any) -> None:
-    """Let the engine of ``config`` (vLLM's ``VllmConfig``) hold tokens, unless it has a scheduler of the user's.
-
-    Raises:
-        SettingsError: another scheduler cannot guess tokens.
-    """
+    """Let the engine of ``config`` (vLLM's ``VllmConfig``) hold tokens, unless it has a scheduler of the user's."""
     scheduling = config.scheduler_config
-    is_ours = scheduling.scheduler_cls is None and scheduling.async_scheduling
-    if config.additional_config.get(GUESSING_UP_TO) and not is_ours:
-        raise SettingsError(
-            "expected no scheduler_cls and no async_scheduling = false in rollout.vllm.arguments with rollout.vllm.speculation: leave "
-            "one of them out"
-        )
     if scheduling.scheduler_cls is None:
         scheduling.scheduler_cls = HoldingAsyncScheduler if scheduling.async_scheduling else HoldingScheduler
 
