@@ -11,7 +11,6 @@ import torch
 
 from penstock.services.rollout.engines.vllm.decoding.several_steps import open_siblings, single_steps
 from penstock.services.rollout.engines.vllm.scheduling.guessing import (
-    _REST,
     GUESSED,
     GUESSING_UP_TO,
     PASS_TOKENS,
@@ -125,11 +124,16 @@ def test_a_runner_that_cannot_guess_is_refused_with_the_setting() -> None:
     assert open_siblings(worker, "") is None
 
 
-def test_guesses_that_are_wrong_are_tried_again_later() -> None:
-    guessing = Guessing(4)
-    for _ in range(40):
-        guessing.learn(tokens=4, passes=4)
-    assert [guessing.passes(1, 1, 999, 100) for _ in range(_REST)] == [0] * (_REST - 1) + [1]
+def test_guesses_that_are_wrong_are_tried_again_after_longer_and_longer_rests() -> None:
+    guessing, rests = Guessing(4), list[int]()
+    for _ in range(7):
+        while passes := guessing.passes(1, 1, 999, 100):
+            guessing.learn(tokens=passes, passes=passes)
+        rests.append(1)
+        while not guessing.passes(1, 1, 999, 100):
+            rests[-1] += 1
+        guessing.learn(tokens=1, passes=1)
+    assert rests == [63, 127, 255, 511, 1023, 1023, 1023]
     for _ in range(40):
         guessing.learn(tokens=20, passes=4)
     assert guessing.mean == pytest.approx(5.0, abs=0.1)

@@ -12,10 +12,10 @@ GUESSES = 7
 PASS_TOKENS = GUESSES + 1
 _LEAST = 1.5
 """Tokens of a pass from which on it is worth more than one without guesses."""
-_FIRST, _SHARE = 3.0, 0.1
-"""The mean that is assumed, and what each step counts for."""
-_REST = 64
-"""Steps without guesses after which they are tried again."""
+_FIRST, _SHARE = 2.0, 0.2
+"""The mean that is assumed when guesses are tried, and what each step counts for."""
+_REST, _LONGEST_REST = 64, 1024
+"""Steps without guesses after which they are tried again, twice as many each time that they are wrong."""
 
 
 class Guessing:
@@ -25,7 +25,7 @@ class Guessing:
         self._most = most
         self.mean = _FIRST
         """Tokens of a request in a pass, lately."""
-        self._rests = 0
+        self._rest, self._rested = _REST, 0
 
     def passes(self, requests: int, tokens_each: int, left: int, room: int) -> int:
         """Return the passes with guesses of the next step, 0 for none.
@@ -38,28 +38,15 @@ class Guessing:
         if requests > self._most or room < PASS_TOKENS:
             return 0
         if self.mean < _LEAST:
-            self._rests += 1
-            if self._rests < _REST:
+            self._rested += 1
+            if self._rested < self._rest:
                 return 0
-            self.mean, self._rests = _FIRST, 0
+            self.mean, self._rest, self._rested = _FIRST, min(2 * self._rest, _LONGEST_REST), 0
         few = max(1, left // (2 * PASS_TOKENS))  # so that the next step need not wait for this one
         return min(tokens_each, few, room // PASS_TOKENS)
 
     def learn(self, tokens: int, passes: int) -> None:
         """Note that the ``passes`` of all requests together gave ``tokens``."""
-        self._n = getattr(self, "_n", 0) + 1
-        self._s = getattr(self, "_s", 0.0) + tokens / passes
-        if self._n % 50 == 0:
-            import sys
-
-            print(
-                "GUESSING",
-                self._n,
-                "mean of all",
-                round(self._s / self._n, 3),
-                "lately",
-                round(self.mean, 3),
-                file=sys.stderr,
-                flush=True,
-            )
         self.mean += _SHARE * (tokens / passes - self.mean)
+        if self.mean > _FIRST:
+            self._rest = _REST
