@@ -88,7 +88,7 @@ class VllmSettings(Section):
     samples of a slightly different policy, so algorithm.correction must be on (docs/weights.md)."""
     speculation: Annotated[int, Field(ge=0, le=64)] = Field(default=0)
     """Running samples up to which a replica guesses tokens from other samples of the prompt, at most 64; 0: never.
-    Samples are drawn as without guesses, but sooner where they repeat one another. For vLLM 0.26."""
+    Samples are drawn as without guesses, sooner where they repeat one another (docs/performance.md). For vLLM 0.26."""
     arguments: dict[str, Any] = Field(default={})
     """More of vLLM's AsyncEngineArgs: {enforce_eager = true} starts without CUDA graphs, {max_num_seqs = 64} limits the
     samples decoded at a time (default: rollout.max_groups × sampling.group_size)."""
