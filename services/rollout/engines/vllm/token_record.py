@@ -154,7 +154,9 @@ class TokenRecord:
         if self._keeps_logprobs:
             kept_n = draws_n & (position_n < self._tokens)
             if place_m is None:
-                self._index_n = self._sent(np.where(kept_n, row_n * self._tokens + position_n, len(self._logprobs) - 1))
+                self._index_n = sent(
+                    np.where(kept_n, row_n * self._tokens + position_n, len(self._logprobs) - 1), self._device
+                )
                 if len(requests) and bool(kept_n.all()) and not self._supports:
                     repeats = self._tokens - 1 - int(position_n.max())
                     self._last = _Step(list(requests), row_n, read_n, self._index_n, repeats)
@@ -174,13 +176,9 @@ class TokenRecord:
         """Return where to write the logprobs of tokens that follow those at ``place_m``."""
         each = len(place_m) // max(len(row_n), 1)
         known_3n = np.stack([row_n * self._tokens, self._prompt[row_n] - 1, np.where(draws_n, self._tokens, 0)])
-        start_m, before_m, room_m = self._sent(known_3n.repeat(each, axis=1))
+        start_m, before_m, room_m = sent(known_3n.repeat(each, axis=1), self._device)
         position_m = place_m - before_m
         return torch.where(position_m < room_m, start_m + position_m, len(self._logprobs) - 1)
-
-    def _sent(self, array: _Array) -> torch.Tensor:
-        tensor = torch.from_numpy(array)
-        return tensor.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else tensor
 
     @torch.inference_mode()
     def _repeat(self, requests: Sequence[str], computed_n: _Array, scheduled_n: _Array) -> bool:
@@ -267,6 +265,12 @@ class TokenRecord:
         )
         self._free.extend(range(self._capacity, rows))
         self._logprobs, self._capacity, self._tokens = grown, rows, tokens
+
+
+def sent(array: _Array, device: torch.device) -> torch.Tensor:
+    """Return ``array`` on ``device``, without a wait."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def token_logprobs(logits_nV: torch.Tensor, token_n: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from penstock.services.rollout.engines.vllm.decoding.several_steps import open_siblings, single_steps
+from penstock.services.rollout.engines.vllm.entry import vllm_arguments
 from penstock.services.rollout.engines.vllm.scheduling.guessing import (
     GUESSED,
     GUESSING_UP_TO,
@@ -104,6 +105,14 @@ def test_tokens_are_guessed_for_few_requests_with_room() -> None:
     assert guessing.passes(1, 8, 999, 17) == 2
     assert [guessing.passes(1, 8, left, 100) for left in (-5, 15, 32, 64, 127, 128)] == [1, 1, 2, 4, 7, 8]
     assert Guessing(0).passes(1, 8, 999, 100) == 0
+
+
+def test_the_setting_joins_the_users_additional_config() -> None:
+    vllm = SimpleNamespace(arguments={"additional_config": {"own": 1}}, quantization="none", speculation=8)
+    settings: Any = SimpleNamespace(rollout=SimpleNamespace(vllm=vllm), publishes_adapters=False)
+    assert vllm_arguments(settings) == {"additional_config": {"own": 1, GUESSING_UP_TO: 8}}
+    vllm.speculation = 0
+    assert vllm_arguments(settings) == {"additional_config": {"own": 1}}
 
 
 def test_a_runner_that_cannot_guess_is_refused_with_the_setting() -> None:

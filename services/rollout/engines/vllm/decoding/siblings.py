@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 
 from penstock.services.rollout.engines.vllm.scheduling.guessing import GUESSES, GUESSING_UP_TO, PASS_TOKENS
+from penstock.services.rollout.engines.vllm.token_record import sent
 
 _LONGEST = 8
 """Tokens that are compared."""
@@ -115,12 +116,8 @@ def settle(
     token_m: torch.Tensor, read: torch.Tensor, place_m: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the tokens of each request up to the first that differs from its guess, n × 8 with −1 after them, their
-    number and that of the others.
-
-    Args:
-        token_m: drawn after each token that was read, request by request.
-        read: tokens that the model has read.
-        place_m: where those of each request are: its last one, and its guesses.
+    number and that of the others. ``token_m`` were drawn after the tokens at ``place_m`` of ``read``: of each request its
+    last one, and its guesses.
     """
     requests = len(token_m) // PASS_TOKENS
     drawn_nk = token_m.new_empty(requests, PASS_TOKENS)
@@ -189,34 +186,25 @@ class Siblings:
 
     def execute(self, execute: Callable[..., Any], step: Any, *others: Any, **named: Any) -> Any:
         """Call vLLM's ``execute_model``, with guesses if ``step`` has them."""
-        if not step.scheduled_spec_decode_tokens:
-            answer = execute(step, *others, **named)
-            for new in step.scheduled_new_reqs:
-                self._admit(new)
-            return answer
-        self.guess(list(step.num_scheduled_tokens))
         runner = self._runner
         before = runner.decode_query_len, runner.cudagraph_manager
-        runner.decode_query_len, runner.cudagraph_manager = PASS_TOKENS, self.graphs or before[1]
-        try:
-            return execute(step, *others, **named)
-        finally:
-            runner.decode_query_len, runner.cudagraph_manager = before
-
-    def _admit(self, new: Any) -> None:
-        row = self._states.req_id_to_index.get(new.req_id)
-        if row is not None:
-            self._group_R[row] = hash(tuple(new.prompt_token_ids))
+        if step.scheduled_spec_decode_tokens:
+            self.guess(list(step.num_scheduled_tokens))
+            runner.decode_query_len, runner.cudagraph_manager = PASS_TOKENS, self.graphs or before[1]
+        answer = execute(step, *others, **named)
+        runner.decode_query_len, runner.cudagraph_manager = before
+        for new in step.scheduled_new_reqs:
+            self._group_R[self._states.req_id_to_index[new.req_id]] = hash(tuple(new.prompt_token_ids))
             self._requests = ()
+        return answer
 
     @torch.inference_mode()
     def guess(self, requests: Sequence[str]) -> None:
         """Guess what comes after the last tokens of ``requests``."""
         if requests != self._requests:
             self._find(requests)
-        computed = self._states.num_computed_tokens_np
-        longest = (int(computed[self._searched].max()) // _AHEAD + 2) * _AHEAD
         states = self._states
+        longest = (int(states.num_computed_tokens_np[self._searched].max()) // _AHEAD + 2) * _AHEAD
         guess(states.all_token_ids.gpu, states.total_len.gpu, self._row_n, self._text_nS, longest, states.draft_tokens)
 
     def _find(self, requests: Sequence[str]) -> None:
@@ -228,13 +216,9 @@ class Siblings:
         for place, of_request in enumerate(texts):
             text_nS[place, : len(of_request)] = of_request
         self._searched = np.unique(np.concatenate(texts))
-        self._row_n, self._text_nS = self._sent(np.array(rows, dtype=np.int32)), self._sent(text_nS)
+        row_n, device = np.array(rows, dtype=np.int32), self._runner.device
+        self._row_n, self._text_nS = sent(row_n, device), sent(text_nS, device)
         self._requests = requests
-
-    def _sent(self, array: np.ndarray[Any, Any]) -> torch.Tensor:
-        tensor = torch.from_numpy(array)
-        on_gpu = self._runner.device.type == "cuda"
-        return tensor.pin_memory().to(self._runner.device, non_blocking=True) if on_gpu else tensor
 
     def sample(self, hidden_states: Any, batch: Any, grammar_output: Any) -> Any:
         """As vLLM's ``sample``: (output, tokens of each request, tokens read in vain of each)."""
