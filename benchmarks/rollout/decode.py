@@ -18,6 +18,7 @@ import asyncio
 import json
 import os
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -137,6 +138,7 @@ async def measure(folder: Path, rounds: int) -> dict[str, Any]:
             names = ["none", "captured", "native"]
             for name in names[number % 3 :] + names[: number % 3]:
                 rates[name].append(await getattr(work, name)())
+                print(f"round {number}, {name}: {rates[name][-1]:,.0f} tokens/s", file=sys.stderr, flush=True)
         difference = await work.difference()
     finally:
         await engine.close()

@@ -6,6 +6,7 @@ Fixed numbers share engines that start once; ``auto``, ``single`` and ``vllm`` s
 import asyncio
 import os
 import statistics
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -145,6 +146,7 @@ class EngineComparison:
         finally:
             await opened.close()
         figures = self._figures(rows, most)
+        print(f"{engines}, {arguments}: {figures['tokens_per_s']} tokens/s", file=sys.stderr, flush=True)
         return {"chosen": choice.engines, "reason": choice.reason, "start_s": round(start_s, 1), **figures}
 
     def _arguments(self, engines: int) -> dict[str, Any]:
