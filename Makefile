@@ -62,7 +62,7 @@ up: install
 	@$(VENV_PYTHON) -m penstock.services.cli up "$(CONFIG)" $(ARGS)
 
 test: install-dev
-	$(PYTEST) $(ARGS)
+	$(PYTEST) $(IGNORED) $(ARGS)
 
 faults: install-dev
 	$(VENV_PYTHON) -m pytest -m faults -x tests/chaos/test_faults.py tests/chaos/test_episodes.py
@@ -111,14 +111,14 @@ quick: install-dev
 COMPUTING := tests/trainer/model/test_models.py tests/trainer/model/test_trees.py
 check: install-dev
 	@$(MAKE) --no-print-directory style
-	@$(MAKE) --no-print-directory -j 2 imports test ARGS="$(addprefix --ignore=,$(COMPUTING)) $(ARGS)"
+	@$(MAKE) --no-print-directory -j 2 imports test IGNORED="$(addprefix --ignore=,$(COMPUTING))"
 	@$(MAKE) --no-print-directory -j 3 faults beside
 
 beside:
 	@nice -n 19 $(MAKE) --no-print-directory types computing
 
 computing: install-dev
-	$(VENV_PYTHON) -m pytest $(COMPUTING) $(ARGS)
+	$(VENV_PYTHON) -m pytest $(COMPUTING)
 
 lint: style
 	$(VENV_PYTHON) -m pytest -q -n 0 tests/test_docs.py

@@ -203,7 +203,7 @@ def _entry(plan: Plan, candidate: Candidate) -> dict[str, Any]:
 
 
 def without_derived(settings: Settings) -> dict[str, Any]:
-    """Return the tables of a run without the values that follow from the others and were not given.
+    """Return the tables of a run without the values that follow from the others, given ones among them.
 
     >>> without_derived(Settings.model_validate({"sampling": {"max_new_tokens": 16384}}))
     {'sampling': {'max_new_tokens': 16384}}

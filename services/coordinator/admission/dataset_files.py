@@ -114,6 +114,8 @@ def _parquet(path: Path, setting: str) -> Iterator[tuple[str, DatasetRow]]:
                     yield f"{path.name}:{number}", row
     except arrow.ArrowException as error:
         raise SettingsError(f"could not read {path} as a Parquet file: {error}: change {setting}") from error
+    finally:
+        arrow.default_memory_pool().release_unused()
 
 
 def _check_groups(path: Path, metadata: Any, setting: str) -> None:

@@ -93,7 +93,11 @@ class _Pool(redis.ConnectionPool):
 
     async def get_connection(self, command_name: Any = None, *keys: Any, **options: Any) -> Any:
         await self._places.acquire()
-        connection = self.get_available_connection()  # type: ignore[no-untyped-call]
+        try:
+            connection = self.get_available_connection()  # type: ignore[no-untyped-call]
+        except BaseException:
+            self._places.release()
+            raise
         try:
             await self.ensure_connection(connection)
         except BaseException:

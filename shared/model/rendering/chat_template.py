@@ -212,17 +212,18 @@ def template_library() -> Any:
     What else a process imports of transformers, before or after this, is as usual.
     """
     names = ("transformers", "transformers.utils")
-    alone = names[0] not in sys.modules
-    for name in names if alone else ():
-        spec = importlib.util.find_spec(name)
-        assert spec is not None
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-    library = importlib.import_module("transformers.utils.chat_template_utils")
-    if alone:
+    if names[0] in sys.modules or threading.active_count() > 1:  # another thread would see hollow modules
+        return importlib.import_module("transformers.utils.chat_template_utils")
+    try:
+        for name in names:
+            spec = importlib.util.find_spec(name)
+            assert spec is not None
+            sys.modules[name] = importlib.util.module_from_spec(spec)
+        return importlib.import_module("transformers.utils.chat_template_utils")
+    finally:
         for name in [name for name in sys.modules if name.partition(".")[0] == names[0]]:
             del sys.modules[name]
         logging.getLogger(names[0]).handlers.clear()  # its next import adds one
-    return library
 
 
 def _answer(question: dict[str, Any]) -> dict[str, Any]:

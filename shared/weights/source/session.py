@@ -58,6 +58,8 @@ PULLS_SERVED = Counter("penstock_weights_pulls_served_total", "Pulls that ended 
 PULL_FAILURES = Counter("penstock_weights_pull_failures_total", "Pulls that this process offered and that failed.")
 SENT_BYTES = Counter("penstock_weights_sent_bytes_total", "Bytes of weights that this process sent to pullers.")
 
+_WHOLE_BEFORE = b"here"
+"""What a replica of Penstock 0.2.0 says instead of WHOLE."""
 _MAX_RANKS = 64
 _PACKED = 2
 """Buckets that are packed at a time, as each takes memory of its size."""
@@ -300,7 +302,7 @@ class Session:
 
 def _pieces(words: list[bytes], snapshot: FlatSnapshot) -> list[Pieces]:
     """Return the pieces that each rank asked for; none if all receive whole buckets. Raises WeightsError."""
-    if set(words) == {WHOLE}:
+    if set(words) <= {WHOLE, _WHOLE_BEFORE}:
         return []
     if snapshot.shares or WHOLE in words:
         raise WeightsError("expected every rank to receive its share or every rank the whole, found both")

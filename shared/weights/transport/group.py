@@ -31,6 +31,8 @@ from penstock.shared.weights.waits import Interrupt, bounded, first_line, poll, 
 WHOLE = b"whole"
 """A rank's word at a meeting: it receives whole buckets."""
 _EVERY_RANK = "every rank of the replica and its source"
+_ANNOUNCED_S = 10.0
+"""In which processes announce that they open a group; those of earlier versions do not."""
 _NCCL_WINDOW = 64
 """Broadcasts in flight: 256 MiB over NVLink take 45 ms, more than a thread may wait for the GIL."""
 _GLOO_WINDOW = 2
@@ -142,7 +144,9 @@ def open_group(
         shared = store()
         shared.set(f"open/{rank}", "")
         here = [f"open/{each}" for each in range(ranks)]
-        poll(lambda: shared.check(here), deadline_s, _EVERY_RANK, left)  # opening one waits where nothing interrupts it
+        with contextlib.suppress(WeightsError):  # opening one waits where nothing interrupts it
+            poll(lambda: shared.check(here), min(deadline_s, _ANNOUNCED_S), _EVERY_RANK, left)
+        left()
         if transport == "nccl":
             return _NcclGroup(shared, rank, ranks, deadline_s, device)
         return _GlooGroup(shared, rank, ranks, deadline_s, host)

@@ -16,6 +16,7 @@ from penstock.shared.errors import WeightsError
 from penstock.shared.weights.format.flat import FlatSnapshot
 from penstock.shared.weights.receiver.puller import Puller
 from penstock.shared.weights.receiver.receiver import Receiver
+from penstock.shared.weights.transport import group
 from penstock.shared.weights.transport.group import open_group
 from penstock.shared.weights.transport.offer import Offer
 from penstock.shared.weights.transport.place import DeviceLocation
@@ -304,3 +305,18 @@ async def test_the_opening_of_a_group_whose_others_do_not_come_ends_with_its_int
     with pytest.raises(WeightsError, match="the pull has ended"):
         open_group("gloo", HashStore, 0, 3, 3 * PATIENCE_S, CPU, "127.0.0.1", interrupt)
     await until(lambda: not any(thread.name.startswith("bounded: a gloo") for thread in threading.enumerate()))
+
+
+async def test_a_group_opens_with_a_process_of_an_earlier_version_that_announces_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(group, "_ANNOUNCED_S", 0.2)
+    store = HashStore()
+    opened = await asyncio.gather(
+        asyncio.to_thread(group._GlooGroup, store, 1, 2, PATIENCE_S, "127.0.0.1"),
+        asyncio.to_thread(open_group, "gloo", lambda: store, 0, 2, PATIENCE_S, CPU, "127.0.0.1"),
+    )
+    assert sorted(each.rank for each in opened) == [0, 1]
+    for each in opened:
+        each.abort()
+    await until(lambda: not any(thread.name == "end gloo" for thread in threading.enumerate()))
