@@ -143,19 +143,14 @@ class HostCopies:
         for start in range(0, storage.nbytes(), _CHUNK_BYTES):
             nbytes = min(_CHUNK_BYTES, storage.nbytes() - start)
             on_gpu = storage.device.type == "cuda"
-            left_bytes = free_bytes(storage.device)
-            if left_bytes < nbytes and not (on_gpu and _pinned_and_unused() >= nbytes):
+            free_bytes = memory_timeline.host_bytes()[1] - (_ASIDE_BYTES if on_gpu else 0)
+            if free_bytes < nbytes and not (on_gpu and _pinned_and_unused() >= nbytes):
                 raise SettingsError(
                     f"{self._component} need {needed_bytes / _GIB:.1f} GiB of the host's memory, of which "
-                    f"{max(0.0, left_bytes) / _GIB:.1f} GiB are left: {self._remedy}"
+                    f"{max(0.0, free_bytes) / _GIB:.1f} GiB are left: {self._remedy}"
                 )
             chunks.append(torch.empty(nbytes, dtype=torch.uint8, pin_memory=on_gpu))
         return chunks
-
-
-def free_bytes(device: torch.device) -> float:
-    """Return what copies of ``device``'s memory may take of the host's."""
-    return memory_timeline.host_bytes()[1] - (_ASIDE_BYTES if device.type == "cuda" else 0)
 
 
 def _pinned_and_unused() -> int:

@@ -99,6 +99,7 @@ class TrainingEngine:
             with layerwise.looked_at(self.policy, settings, self.device):
                 whole_layers.mark(self.policy, settings.trainer.deepspeed.get("zero_optimization", {}))
             layerwise.divide(self.policy, config, self.device)
+            experts.check_division(self.policy)
         with uncompiled():  # DeepSpeed and bitsandbytes import an optimizer that calls torch's compiler
             engine, _, _, _ = deepspeed.initialize(
                 model=self.policy,

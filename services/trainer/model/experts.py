@@ -175,6 +175,17 @@ def divide(model: Any, ranks: int, zero_stage: int) -> None:
         module.register_buffer("tokens_E", torch.zeros(whole, dtype=torch.int64), persistent=False)
 
 
+def check_division(model: nn.Module) -> None:
+    """Raise SettingsError if this DeepSpeed divided weights of experts among ranks that have others (stage 3)."""
+    for weight in model.parameters():
+        own = getattr(weight, "ds_zero_partition_process_group", None)
+        if own is not None and getattr(weight, "ds_process_group", None) is not own:
+            raise SettingsError(
+                "expected a DeepSpeed that divides a weight among ranks of its own with trainer.expert_parallel and trainer.zero_stage = 3, "
+                "which 0.19.8 does, found an older one: update deepspeed, or lower trainer.zero_stage"
+            )
+
+
 def _refusal(model: Any, mixtures: list[Any], ranks: int) -> str:
     family = str(model.config.model_type)
     if not mixtures:

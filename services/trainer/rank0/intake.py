@@ -241,9 +241,12 @@ class Intake:
         experience, leaves = taken.experience, ("", "")
         try:
             _check_standing(experience, standing, self._steps_of_versions)
+            fits = self._fits(experience)
+            if fits and not _is_shown(experience):
+                self._unfit = 0
             if experience.group_id in known or standing.trained:
                 leaves = "duplicate", "a group with this id is held, or was trained"
-            elif not self._fits(experience):
+            elif not fits:
                 most = self._settings.trainer.row_setting
                 leaves = "too_long", f"{self._tokens(experience)} tokens > {most}"
                 await self._note_unfit(experience)
@@ -257,8 +260,6 @@ class Intake:
         except MessageError as error:
             await self._bury(taken.delivery, str(error))
             return False
-        if leaves[0] not in ("duplicate", "too_long") and not _is_shown(experience):
-            self._unfit = 0
         if leaves[0]:
             await self._drop(taken.delivery, *leaves)
             return False

@@ -158,6 +158,16 @@ def test_the_imbalance_is_that_of_the_routers(two: dict[str, Any]) -> None:
     assert figure > 1
 
 
+def test_a_deepspeed_that_divides_experts_among_all_ranks_is_refused() -> None:
+    layer = torch.nn.Linear(2, 2)
+    weight: Any = layer.weight
+    weight.ds_zero_partition_process_group = weight.ds_process_group = object()
+    experts.check_division(layer)
+    weight.ds_process_group = object()  # as older releases, which do not know the mark
+    with pytest.raises(SettingsError, match="expected a DeepSpeed that divides a weight among ranks of its own"):
+        experts.check_division(layer)
+
+
 def test_models_that_cannot_be_divided_are_refused(two: dict[str, Any]) -> None:
     dense, uneven, unknown, wrapped = two["refusals"]
     assert dense == (

@@ -12,6 +12,7 @@ for stays on the GPU, so nothing fails for it. Copies are exact.
 import dataclasses
 import functools
 import logging
+import os
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from penstock.shared.weights import host_copies
+from penstock.shared.process import memory_timeline
 from penstock.shared.weights.stream_order import Lane, Point
 
 log = logging.getLogger(__name__)
@@ -30,6 +31,8 @@ SHARE = 0.05
 """Of a GPU's memory, above which the inputs of all layers go to the host."""
 _AHEAD = 2
 """Inputs on the device for copies that may be under way."""
+_LEFT = 0.1
+"""Share of the host's memory that stays free, for copies of checkpoints and other processes."""
 _CHUNK_BYTES = 16 << 20
 """Of pinned memory: of equal size, so that rows of all lengths use the same."""
 
@@ -144,10 +147,11 @@ class OffloadedInputs:
         return [self._spare.pop() for _ in range(count)]
 
     def _add(self, count: int) -> bool:
-        """Add spare chunks of pinned memory, if the host has as much for each rank."""
+        """Add spare chunks of pinned memory, if the host has as much for each of its ranks."""
         pinned, reason = self._device.type == "cuda", ""
         try:
-            if 0 < count * _CHUNK_BYTES * dist.get_world_size() > host_copies.free_bytes(self._device):
+            total_bytes, free_bytes = memory_timeline.host_bytes()
+            if 0 < count * _CHUNK_BYTES * _ranks_here() > free_bytes - _LEFT * total_bytes:
                 reason = "the host has too little free memory"
             else:
                 self._spare += [torch.empty(_CHUNK_BYTES, dtype=torch.uint8, pin_memory=pinned) for _ in range(count)]
@@ -157,6 +161,10 @@ class OffloadedInputs:
             log.warning("inputs of layers stay on the GPU", extra={"reason": reason})
             self._is_short = True
         return not reason
+
+
+def _ranks_here() -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or dist.get_world_size())
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -163,12 +163,12 @@ def _fill(target: Tensor, part: Range, pieces: Sequence[tuple[Range, Mapping[str
     if covered != part.numel:
         raise SettingsError(
             f"expected {part.numel:,} numbers of {part.name} from place {part.start:,} on in the checkpoint, found {covered:,}: put an "
-            "intact copy in its place, or resume it with the trainer.ranks and trainer.zero_stage that wrote it"
+            "intact copy in its place, or resume it with the trainer.ranks, trainer.zero_stage and trainer.expert_parallel that wrote it"
         )
 
 
 def _refused(folder: Path, reason: str) -> SettingsError:
     return SettingsError(
-        f"the checkpoint in {folder} can be continued only with the trainer.ranks × trainer.nodes and the trainer.zero_stage that wrote "
-        f"it ({reason}): change them back, or start a new run from what `penstock export` writes"
+        f"the checkpoint in {folder} can be continued only with the trainer.ranks × trainer.nodes, trainer.zero_stage and "
+        f"trainer.expert_parallel that wrote it ({reason}): change them back, or start a new run from what `penstock export` writes"
     )

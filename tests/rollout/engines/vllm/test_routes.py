@@ -126,6 +126,33 @@ def test_requests_beyond_the_first_pages_and_rows_find_room() -> None:
         steps.end("again")
 
 
+def test_samples_for_which_the_device_has_no_memory_have_no_routes_and_others_have_theirs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    steps = Steps(0)
+    for number in range(60):
+        steps.admit(f"r{number}", 1, most=3000)
+    names, pages = list(steps.prompts), RouteRecord._pages
+
+    def without_memory(record: RouteRecord, count: int) -> Any:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(RouteRecord, "_pages", without_memory)
+    for _ in range(40):
+        steps.step(names)
+    monkeypatch.setattr(RouteRecord, "_pages", pages)
+    finished = steps.record.release(names)
+    assert finished is not None
+    lengths = [len(routes) for routes in finished.routes]
+    assert set(lengths) == {0, 40}
+    for number in range(3):
+        steps.admit(f"later{number}", 2)
+    for _ in range(100):
+        steps.step([f"later{number}" for number in range(3)])
+    for number in range(3):
+        steps.end(f"later{number}")
+
+
 def test_what_was_not_seen_or_has_no_room_in_a_message_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     silent = {1}
     record = RouteRecord(torch.zeros(8, 2, 2, dtype=torch.int16), "uint16", silent)

@@ -17,8 +17,8 @@ from penstock.services.trainer.model.engine import TrainingEngine
 from penstock.services.trainer.model.memory import offloading, recomputation
 from penstock.services.trainer.model.memory.recomputation import Kept, Recomputation
 from penstock.services.trainer.model.policy import Policy, load_model
+from penstock.shared.process import memory_timeline
 from penstock.shared.settings import PolicySettings
-from penstock.shared.weights import host_copies
 from tests.support import model_zoo, tiny, trees
 from tests.support.packed import rows
 from tests.trainer.model.test_engine import Stepper, settings
@@ -191,7 +191,7 @@ def test_inputs_stay_on_the_device_where_the_host_is_short_of_memory(
     passes = Passes(deep())
     batch, seen = micro_batch(rows(0)), watched(passes.policy)
     answers = [1e9, 0.0, 1e9, 0.0, 0.0, 0.0]
-    monkeypatch.setattr(host_copies, "free_bytes", lambda _: answers.pop(0))
+    monkeypatch.setattr(memory_timeline, "host_bytes", lambda: (0.0, answers.pop(0)))
     with caplog.at_level(logging.WARNING):
         logprobs = passes.forward(batch, ALWAYS)
     assert [not each.expired() for each in seen] == [True] * 6  # of which the host has two that are being copied
@@ -200,6 +200,16 @@ def test_inputs_stay_on_the_device_where_the_host_is_short_of_memory(
     monkeypatch.undo()
     passes.policy.zero_grad()
     assert same(passes.gradients(batch, ALWAYS), passes.gradients(batch, NEVER))
+
+
+@pytest.mark.parametrize(("ranks", "has_room"), [(1, True), (2, False)])
+def test_a_tenth_of_the_hosts_memory_is_left_by_all_of_its_ranks(
+    monkeypatch: pytest.MonkeyPatch, ranks: int, has_room: bool
+) -> None:
+    monkeypatch.setattr(offloading, "_CHUNK_BYTES", 1_500_000)
+    monkeypatch.setattr(memory_timeline, "host_bytes", lambda: (80e6, 10e6))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    assert Passes(deep()).inputs._add(1) == has_room
 
 
 def test_rows_of_all_lengths_use_the_same_memory_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:

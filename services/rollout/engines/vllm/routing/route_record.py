@@ -12,6 +12,7 @@ were computed; a prompt that is read again after preemption, or not read at all 
 Shapes: ``T`` tokens of a pass, ``L`` decoder layers, ``K`` experts per token, ``n`` requests of a step.
 """
 
+import contextlib
 from collections.abc import Collection
 
 import numpy as np
@@ -60,23 +61,31 @@ class RouteRecord:
 
     @torch.inference_mode()
     def reserve(self, slot_n: npt.NDArray[np.int64], tokens: int) -> int:
-        """Have pages for ``slot_n`` in rows of ``tokens``, and the next ones; return for how many more steps they do."""
+        """Have pages for ``slot_n`` in rows of ``tokens``, and the next ones; return for how many more steps they do.
+
+        Where the device has no memory for them, the experts of these slots are not kept.
+        """
         page_n = slot_n // PAGE
         is_last_n = (page_n + 1) % (tokens // PAGE) == 0
         needed = np.unique(np.concatenate([page_n, page_n[~is_last_n] + 1]))
         missing = needed[self._table[needed] == 0]
         if len(missing):
             self._extend(len(missing))
+            missing = missing[: len(self._free)]
             self._table[missing] = [self._free.pop() for _ in missing]
             self._device_table.index_copy_(0, self._sent(missing), self._sent(self._table[missing]))
         return 2 * PAGE - 1 - int((slot_n % PAGE).max(initial=0))
 
     def _extend(self, count: int) -> None:
+        """Have ``count`` free pages, or as many as there are where the device has no memory for more."""
         pages = len(self._pool) // PAGE
-        if count > len(self._free):
-            more = max(count, pages)
-            self._pool = torch.cat([self._pool, self._pages(more)])
-            self._free.extend(range(pages, pages + more))
+        if count <= len(self._free):
+            return
+        for more in (max(count, pages), count - len(self._free)):
+            with contextlib.suppress(torch.OutOfMemoryError):
+                self._pool = torch.cat([self._pool, self._pages(more)])
+                self._free.extend(range(pages, pages + more))
+                return
 
     @torch.inference_mode()
     def store(self, slot_n: torch.Tensor, read_n: npt.NDArray[np.int64] | None) -> None:
