@@ -1,8 +1,10 @@
 """A run's processes (``python -m penstock.services.<name> --config … --replica …``) and their stop order."""
 
+import contextlib
 import dataclasses
 import hashlib
 import os
+import random
 import socket
 import sys
 import tempfile
@@ -49,6 +51,8 @@ _BUS_SHARE = 0.25
 """Of the machine's or container's memory, as the bus's maxmemory."""
 _STOP_AFTER_DRAIN_S = 10.0
 _EXECUTOR_STOP_S = 15.0
+_PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_LEAST_PORT, _TRIED_PORTS = 20_000, 50
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -129,9 +133,26 @@ def executor(settings: Settings, config: Path, environment: Mapping[str, str]) -
 
 
 def free_port(host: str, port: int = 0) -> int:
-    """Return a free port for a process that cannot report its own."""
-    with socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
+    """Return a free port, or ``port``, for a process that cannot report its own.
+
+    It binds later: of ports that the system gives to whoever asks for any, another process may have it by then.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    for other in () if port else _not_given():
+        with contextlib.suppress(OSError), socket.create_server((host, other), family=family):
+            return other
+    with socket.create_server((host, port), family=family) as listener:
         return int(listener.getsockname()[1])
+
+
+def _not_given() -> list[int]:
+    """Return some ports in random order, of those that the system gives to nobody who asks for any."""
+    try:
+        first = int(_PORT_RANGE.read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        first = 0
+    ports = range(_LEAST_PORT, first)
+    return random.SystemRandom().sample(ports, min(len(ports), _TRIED_PORTS))
 
 
 def executor_address(run_folder: Path) -> str:

@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from penstock.services.up import plan
 from penstock.shared.bus.stores.policy.ledger import Ledger
 from tests.chaos.run import running
 from tests.conftest import PATIENCE_S, free_port, need, need_module, until
@@ -78,3 +79,13 @@ def test_a_rendezvous_of_vllm_listens_on_its_address_alone(bound: bool) -> None:
     variables = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
     done = subprocess.run(words, capture_output=True, text=True, env=variables, timeout=PATIENCE_S)
     assert done.stdout.strip() == str(bound), done.stderr  # torch's own store listens on every address
+
+
+def test_a_port_that_is_bound_later_is_none_that_the_system_gives_to_others(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    given = tmp_path / "range"
+    monkeypatch.setattr(plan, "_PORT_RANGE", given)
+    assert plan.free_port("127.0.0.1") > 0  # not known
+    given.write_text("30000\t60999\n")
+    assert all(20_000 <= plan.free_port("127.0.0.1") < 30_000 for _ in range(20))
