@@ -135,7 +135,7 @@ def executor(settings: Settings, config: Path, environment: Mapping[str, str]) -
 def free_port(host: str, port: int = 0) -> int:
     """Return a free port, or ``port``, for a process that cannot report its own.
 
-    It binds later: of ports that the system gives to whoever asks for any, another process may have it by then.
+    It binds later, when another process may have one of the ports that the system gives out by itself.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     for other in () if port else _not_given():
@@ -146,7 +146,7 @@ def free_port(host: str, port: int = 0) -> int:
 
 
 def _not_given() -> list[int]:
-    """Return some ports in random order, of those that the system gives to nobody who asks for any."""
+    """Return some ports in random order, of those that the system does not give out by itself."""
     try:
         first = int(_PORT_RANGE.read_text().split()[0])
     except (OSError, ValueError, IndexError):
