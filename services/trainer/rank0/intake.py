@@ -194,9 +194,9 @@ class Intake:
     async def _hold_all(self, deliveries: Sequence[Delivery[Experience]]) -> None:
         """Fetch and look at a few groups at a time, and hold those that stay in their order."""
         for start in range(0, len(deliveries), _FETCHED_AT_ONCE):
-            some = {each.entry_id: each for each in deliveries[start : start + _FETCHED_AT_ONCE]}
-            for known_entry in some.keys() & self._entries:  # the bus has lost that it delivered it
-                del some[known_entry]
+            read_now = deliveries[start : start + _FETCHED_AT_ONCE]
+            # of an entry that is known the bus has lost that it delivered it
+            some = {each.entry_id: each for each in read_now if each.entry_id not in self._entries}
             self._entries.update(some)
             payloads = await asyncio.gather(*map(self._payload, some.values()), return_exceptions=True)
             read = [await self._read(*pair) for pair in zip(some.values(), payloads, strict=True)]

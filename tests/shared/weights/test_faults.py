@@ -14,8 +14,10 @@ from torch._C._distributed_c10d import HashStore
 
 from penstock.shared.errors import WeightsError
 from penstock.shared.weights.format.flat import FlatSnapshot
+from penstock.shared.weights.format.layout import plan_layout
 from penstock.shared.weights.receiver.puller import Puller
 from penstock.shared.weights.receiver.receiver import Receiver
+from penstock.shared.weights.source import session
 from penstock.shared.weights.transport import group
 from penstock.shared.weights.transport.group import open_group
 from penstock.shared.weights.transport.offer import Offer
@@ -320,3 +322,8 @@ async def test_a_group_opens_with_a_process_of_an_earlier_version_that_announces
     for each in opened:
         each.abort()
     await until(lambda: not any(thread.name == "end gloo" for thread in threading.enumerate()))
+
+
+def test_replicas_of_version_0_2_0_receive_whole_buckets() -> None:
+    snapshot = FlatSnapshot(plan_layout([("weight", "float32", (4,))]), CPU)
+    assert session._pieces([b"here", b"here"], snapshot) == []

@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from penstock.services.rollout.engines.vllm.routing.route_record import RouteRecord
+from penstock.services.rollout.engines.vllm.routing.route_record import RouteRecord, sent
 
 Versions = list[tuple[int, int]]
 Supports = dict[int, npt.NDArray[np.int32]]
@@ -147,10 +147,7 @@ class TokenRecord:
             if self._routes is not None:
                 repeats = min(repeats, self._routes.reserve(slot_n[kept_n], self._tokens))
                 self._read_n = None if (scheduled_n == 1).all() else np.cumsum(scheduled_n, dtype=np.int64) - 1
-            index_n = torch.from_numpy(slot_n)
-            if self._device.type == "cuda":
-                index_n = index_n.pin_memory().to(self._device, non_blocking=True)
-            self._index_n = index_n
+            index_n = self._index_n = sent(slot_n, self._device)
             if len(requests) and bool(kept_n.all()) and not self._supports:
                 self._last = _Step(list(requests), row_n, read_n, index_n, repeats)
             if self._supports:

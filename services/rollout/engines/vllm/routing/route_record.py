@@ -13,6 +13,7 @@ Shapes: ``T`` tokens of a pass, ``L`` decoder layers, ``K`` experts per token, `
 """
 
 import contextlib
+import functools
 from collections.abc import Collection
 
 import numpy as np
@@ -28,6 +29,12 @@ _MOST_BYTES = MAX_BYTES * 3 // 4
 """Of a sample, that its message has room for."""
 
 
+def sent(array: npt.NDArray[np.int64], device: torch.device) -> torch.Tensor:
+    """Return a copy of ``array`` on ``device``, for which the host does not wait."""
+    host = torch.from_numpy(array)
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.clone()
+
+
 class RouteRecord:
     """Experts by slot, for the thread that steps the model only."""
 
@@ -37,6 +44,7 @@ class RouteRecord:
         self._kind = kind
         self._chosen_TW = chosen_TLK.view(len(chosen_TLK), -1)
         self._shape = chosen_TLK.shape[1:]
+        self._sent = functools.partial(sent, device=chosen_TLK.device)
         self._pool = self._pages(_FIRST_PAGES)
         self._free = list(range(1, _FIRST_PAGES))  # the first takes what is not kept
         self._table = np.zeros(1, dtype=np.int64)
@@ -45,10 +53,6 @@ class RouteRecord:
     def _pages(self, count: int) -> torch.Tensor:
         chosen_TW = self._chosen_TW
         return torch.zeros(count * PAGE, chosen_TW.shape[1], dtype=chosen_TW.dtype, device=chosen_TW.device)
-
-    def _sent(self, array: npt.NDArray[np.int64]) -> torch.Tensor:
-        host, device = torch.from_numpy(array), self._chosen_TW.device
-        return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.clone()
 
     @torch.inference_mode()
     def grow(self, rows: int, tokens: int, before: tuple[int, int]) -> None:
