@@ -1,6 +1,6 @@
 """Completions as long as a model's context from a vLLM engine, and what the trainer makes of their logprobs.
 
-    python -m benchmarks.rollout.long_rollouts --limit-s 100             # on a GPU: up to 131,072 tokens, four samples
+    python -m benchmarks.rollout.long_rollouts --limit-s 290 --layers 1 --samples 2    # on a GPU: 131,072 tokens
     python -m benchmarks.rollout.long_rollouts --tokens 8192             # on a CPU
 
 A random policy of few layers without a stop token. First a sixteenth of ``--tokens``, then as many as ``--limit-s``
@@ -33,7 +33,7 @@ from penstock.services.plan.memory import record_bytes
 from penstock.services.rollout.engines.engine import GeneratedGroup, GenerationRequest
 from penstock.services.rollout.engines.vllm.arguments import check_version, gather
 from penstock.services.rollout.engines.vllm.engine import VllmEngine
-from penstock.services.rollout.engines.vllm.start import open_vllm
+from penstock.services.rollout.engines.vllm.start import open_vllm, start_server
 from penstock.services.trainer.batch.packing import PackedRow, micro_batch
 from penstock.services.trainer.model.policy import Policy, load_model
 from penstock.shared.bus.messages import FinishReason, Sample, Sampling
@@ -161,6 +161,7 @@ def main() -> None:
         "versions": {"vllm": check_version(), "torch": torch.__version__},
         **{name: getattr(arguments, name) for name in ("tokens", "prompt", "chunk", "cache", "samples", "layers")},
     }
+    start_server()  # imports vLLM while the policy is made
     try:
         with tempfile.TemporaryDirectory() as folder:
             asyncio.run(measure(arguments, Path(folder), shown))

@@ -9,34 +9,29 @@ import torch
 
 from penstock.services.trainer.batch.packing import MicroBatch, PackedRow
 from penstock.services.trainer.batch.segments import Int64Array
-from penstock.services.trainer.model.engine import import_deepspeed, numbered
+from penstock.services.trainer.model.engine import numbered
 from penstock.services.trainer.model.layers import kernels
 from penstock.services.trainer.model.layers.logits import TokenLogprobs, token_logprobs
 from penstock.services.trainer.model.policy import Policy
 from penstock.shared.settings import Settings
 
 
-def random_model(shape: Mapping[str, Any], settings: Settings, device: str) -> Any:
-    """Return a random Qwen2, or Qwen3-MoE, sharded from the start at ZeRO stage 3."""
-    from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
+def config_of(shape: Mapping[str, Any], **more: Any) -> Any:
+    """Return a shape's configuration, Qwen2's or Qwen3-MoE's."""
+    from transformers import Qwen2Config, Qwen3MoeConfig
 
-    kind = Qwen3MoeConfig if "num_experts" in shape else Qwen2Config
-    config = kind(**shape, max_position_embeddings=262_144, rope_theta=1e6, attn_implementation="sdpa")
+    return (Qwen3MoeConfig if "num_experts" in shape else Qwen2Config)(**shape, **more)
+
+
+def random_model(shape: Mapping[str, Any], settings: Settings, device: str) -> Any:
+    """Return a random model, whole on the device: the engine divides it, as the trainer's."""
+    from transformers import AutoModelForCausalLM
+
+    config = config_of(shape, max_position_embeddings=262_144, rope_theta=1e6, attn_implementation="sdpa")
     dtype = torch.bfloat16 if settings.policy.dtype == "bfloat16" else torch.float32
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        parts = {"dtype": dtype, "mem_efficient_linear": False}
-        sharded = settings.trainer.zero_stage == 3
-        with import_deepspeed(device).zero.Init(**parts) if sharded else numbered(device):
-            model = AutoModelForCausalLM.from_config(config)
-    finally:
-        torch.set_default_dtype(before)
+    with numbered(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     kernels.install(model, settings.trainer.kernels, device)
-    for parameter in model.parameters():
-        part = getattr(parameter, "ds_tensor", None)
-        if part is not None and len(parameter.ds_shape) > 1:  # transformers cannot initialize shards
-            part.data.normal_(0.0, config.initializer_range)
     return model
 
 

@@ -1,21 +1,24 @@
 """Mismatch of replicas and trainer for a random mixture of experts, with live and with replayed routes.
 
     python -m benchmarks.trainer.router_replay
-    python -m benchmarks.trainer.router_replay --engine vllm --size 30b-a3b-8     one GPU of 80 GB
+    python -m benchmarks.trainer.router_replay --engine vllm --size large         a GPU, or minutes of a CPU
+    python -m benchmarks.trainer.router_replay --engine vllm --size 30b-a3b-8 --groups 32    one GPU of 80 GB
 
 An engine draws completions in bfloat16 and records the experts of each token; the trainer's model scores them in packed
 rows, in bfloat16, too. ``kl`` is the mean of exp(d) − 1 − d over tokens, d = trainer's − engine's logprob: an estimate of
 KL(engine ‖ trainer). ``same_experts`` is the share of (token, layer) pairs for which both choose the same experts by
 themselves; ``bus_ratio_1024`` what a sample of 1,024 tokens takes on the bus with its claim, by what it takes without. With vLLM a second engine without
 records decodes the same in turn: ``rate_ratio`` is the median rate with records by that without. vLLM records no prompts
-but their last token. Fails if the routes of a sample are missing, or replay leaves more than 0.4 of the mismatch.
+but their last token. Both engines start at once; they have CUDA graphs, and with ``--compile`` torch.compile, which takes a
+minute. Fails if the routes of a sample are missing, or replay leaves more than 0.4 of the mismatch.
 """
 
 import argparse
 import asyncio
+import contextlib
 import dataclasses
-import json
 import os
+import shutil
 import statistics
 import sys
 import tempfile
@@ -28,6 +31,8 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
+from benchmarks import record
+from benchmarks.record import tell
 from benchmarks.rollout.policy import put
 from penstock.services.rollout.engines.engine import GeneratedSample, GenerationRequest, with_texts
 from penstock.services.trainer.batch.packing import PackedRow, micro_batch
@@ -108,45 +113,57 @@ def by_transformers(model: Any, requests: Sequence[GenerationRequest], device: s
 
 
 async def by_vllm(
-    model: Any, requests: Sequence[GenerationRequest], folder: Path, rounds: int, cache_gb: float
+    model: Any, requests: Sequence[GenerationRequest], folder: Path, rounds: int, cache_gb: float, *, compiled: bool
 ) -> tuple[list[Sequence[GeneratedSample]], dict[str, Any]]:
     """Return what an engine that records draws in the last round, and the rates with and without records."""
     from penstock.services.rollout.engines.vllm.arguments import ROUTING, gather
+    from penstock.services.rollout.engines.vllm.engine import VllmEngine
     from penstock.services.rollout.engines.vllm.start import open_vllm
 
     on_gpu, samples = model.device.type == "cuda", sum(request.sampling.samples for request in requests)
+    graphs = {} if compiled else {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder / "policy")
-    written = write_snapshot(folder / "weights", PolicyVersion(0), 0, model.named_parameters(), torch.bfloat16)
-    record = PolicyRecord(PolicyVersion(0), None, 0, 0.0, written.digest, str(written.location))
     more: dict[str, Any] = {"kv_cache_memory_bytes": int(cache_gb * 1e9)} if on_gpu else {}
     if on_gpu:
-        more |= {"cudagraph_capture_sizes": [1, 8, 64, samples]}
+        more["compilation_config"] = {**graphs, "cudagraph_capture_sizes": sorted({1, 8, 64, samples})}
     gathered = gather(
         str(folder / "policy"), dtype="bfloat16", seed=0, max_num_seqs=samples, gpu_memory_utilization=0.1,
         max_model_len=4096, enforce_eager=not on_gpu, arguments=more,
     )  # fmt: skip
     gathered["load_format"] = "dummy"
-    engines = {}
-    rates: dict[str, list[float]] = {"without": [], "with": []}
+    extensions = {"without": gathered["worker_extension_cls"], "with": ROUTING}
+    rates: dict[str, list[float]] = {name: [] for name in extensions}
     groups: list[Sequence[GeneratedSample]] = []
-    try:
-        for name, extension in (("without", gathered["worker_extension_cls"]), ("with", ROUTING)):
-            engine = await open_vllm({**gathered, "worker_extension_cls": extension})
-            engines[name] = engine
-            await put(engine, file_offer(record, 120.0))
+    async with contextlib.AsyncExitStack() as closing:
+
+        async def opened(name: str) -> VllmEngine:
+            engine = await open_vllm({**gathered, "worker_extension_cls": extensions[name]})
+            closing.push_async_callback(engine.close)
+            tell(f"the engine {name} records has started")
+            return engine
+
+        async with asyncio.TaskGroup() as together:
+            opening = {name: together.create_task(opened(name)) for name in extensions}
+            weights = asyncio.to_thread(
+                write_snapshot, folder / "weights", PolicyVersion(0), 0, model.named_parameters(), torch.bfloat16
+            )
+            written = await together.create_task(weights)
+            tell(f"{written.nbytes / 1e9:.1f} GB of weights are written")
+        engines = {name: task.result() for name, task in opening.items()}
+        offered = PolicyRecord(PolicyVersion(0), None, 0, 0.0, written.digest, str(written.location))
+        for name, engine in engines.items():
+            await put(engine, file_offer(offered, 120.0))
             await asyncio.gather(*map(engine.generate, requests))
+            tell(f"the engine {name} records has decoded once")
         for number in range(2 * rounds):
             name = list(rates)[(number + number // 2) % 2]  # in the order a b b a
             began_s = time.perf_counter()
             generated = await asyncio.gather(*map(engines[name].generate, requests))
             elapsed_s = time.perf_counter() - began_s
             rates[name].append(sum(len(of.token_ids) for each in generated for of in each.samples) / elapsed_s)
-            print(json.dumps({"records": name, "tokens_per_s": round(rates[name][-1])}), flush=True)
+            tell(f"{name} records: {rates[name][-1]:.0f} tokens/s")
             groups = [each.samples for each in generated] if name == "with" else groups
-    finally:
-        for engine in engines.values():
-            await engine.close()
     median = {name: statistics.median(of) for name, of in rates.items()}
     rounded = {name: [round(rate) for rate in of] for name, of in rates.items()}
     return groups, {"tokens_per_s": rounded, "rate_ratio": median["with"] / median["without"]}
@@ -189,6 +206,8 @@ def compare(model: Any, requests: Sequence[GenerationRequest], groups: Sequence[
             is_prompt_T = torch.arange(len(same_TL)) < len(request.prompt_token_ids)
             equal["prompts"] += same_TL[is_known_T & is_prompt_T].flatten().tolist()
             equal["completions"] += same_TL[is_known_T & ~is_prompt_T].flatten().tolist()
+        if number % 8 == 7:
+            tell(f"{number + 1} of {len(requests)} groups are compared")
         for is_replayed, logprobs in ((True, with_routes), (False, live)):
             differences[is_replayed].append(logprobs.double().cpu().numpy() - batch.behavior_logprobs_N)
     kl = {key: float(np.mean(np.expm1(d) - d)) for key, d in ((k, np.concatenate(v)) for k, v in differences.items())}
@@ -225,6 +244,8 @@ def main() -> None:
     parser.add_argument("--engine", choices=["transformers", "vllm"], default="transformers")
     parser.add_argument("--rounds", type=int, default=4, help="of each of vLLM's engines")
     parser.add_argument("--cache-gb", type=float, default=4.0, help="of each of vLLM's engines on a GPU")
+    parser.add_argument("--compile", action="store_true", help="let vLLM use torch.compile on a GPU")
+    parser.add_argument("--out", type=Path, help="a file for benchmarks/results")
     parser.add_argument("--size", choices=SIZES, default="small")
     parser.add_argument("--groups", type=int, default=16)
     parser.add_argument("--samples", type=int, default=4)
@@ -232,23 +253,36 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=128)
     given = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    if given.engine == "vllm":
+        from penstock.services.rollout.engines.vllm.start import start_server
+
+        os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+        start_server()  # imports vLLM meanwhile
     model, started_s = build(given.size, device), time.perf_counter()
+    parameters = sum(weight.numel() for weight in model.parameters())
+    tell(f"a model of {parameters / 1e9:.2f}B weights is built on {device}")
     sampling = Sampling(samples=given.samples, max_new_tokens=given.new_tokens, temperature=1.0)
     ids = prompts(given.groups, given.prompt_tokens, model.config.vocab_size)
     requests = [GenerationRequest(own, sampling, seed) for seed, own in enumerate(ids)]
     rates: dict[str, Any] = {}
     if given.engine == "vllm":
-        os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
-        with tempfile.TemporaryDirectory() as folder:
-            groups, rates = asyncio.run(by_vllm(model, requests, Path(folder), given.rounds, given.cache_gb))
+        with tempfile.TemporaryDirectory(dir=_memory(3 * parameters)) as folder:
+            by = by_vllm(model, requests, Path(folder), given.rounds, given.cache_gb, compiled=given.compile)
+            groups, rates = asyncio.run(by)
     else:
         groups = by_transformers(model, requests, device)
     drawn_s = time.perf_counter() - started_s
     figures = compare(model, requests[:_COMPARED], groups[:_COMPARED])
     shown = {"benchmark": "router_replay", "engine": given.engine, "device": device, "size": given.size}
-    shown["parameters"] = sum(weight.numel() for weight in model.parameters())
-    print(json.dumps({**shown, **figures, **rates, "bus_ratio_1024": bus_ratio(1024), "drawn_s": drawn_s}))
+    shown |= {"parameters": parameters, **figures, **rates, "bus_ratio_1024": bus_ratio(1024), "drawn_s": drawn_s}
+    record.write(given.out, __doc__.splitlines()[0], shown)
     sys.exit(bool(figures["missing_routes"]) or not figures["kl_ratio"] <= MOST)
+
+
+def _memory(nbytes: int) -> str | None:
+    """Return a folder in the host's memory, if it has room."""
+    shm = Path("/dev/shm")
+    return str(shm) if shm.is_dir() and shutil.disk_usage(shm).free > nbytes else None
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
     python -m benchmarks.trainer.start                                   # a toy, one CPU
     python -m benchmarks.trainer.start --shape 7b --device cuda          # 15 GB of weights in the folder
+    python -m benchmarks.trainer.start --shape 30b-a3b --layers 8 --device cuda --folder /dev/shm    # 11 GB, a mixture
 
 Random weights are written as a Hugging Face folder first. Then the trainer starts as in a run: it loads them, tests
 itself layer by layer and divides them at ZeRO stage 3 (``penstock.services.trainer.training``). Prints one JSON object:
@@ -27,8 +28,9 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from benchmarks.shapes import SHAPES
+from benchmarks.shapes import MIXTURES, SHAPES
 from benchmarks.trainer.checkpoint import seconds, step
+from benchmarks.trainer.models import config_of
 from penstock.services.trainer.model.engine import numbered
 from penstock.services.trainer.phases import memory_bytes
 from penstock.services.trainer.rank0.mailbox.queues import NoMailbox
@@ -39,6 +41,7 @@ from penstock.shared.settings import Settings
 MOST_HOST, MOST_DEVICE = 1.2, 1.0
 """Bars of the two ratios."""
 _INTERVAL_S = 0.01
+ALL_SHAPES = {**SHAPES, **MIXTURES}
 
 
 class _Phases(NoMailbox):
@@ -77,7 +80,7 @@ def host_peak() -> Iterator[list[int]]:
 
 def run(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Write the model, start, and make steps."""
-    shape = dict(SHAPES[arguments.shape])
+    shape = dict(ALL_SHAPES[arguments.shape])
     shape["num_hidden_layers"] = arguments.layers or shape["num_hidden_layers"]
     dtype = torch.bfloat16 if arguments.device == "cuda" else torch.float32
     written_s = seconds(lambda: write(folder, shape, dtype))
@@ -115,10 +118,10 @@ def run(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 def write(folder: Path, shape: dict[str, Any], dtype: torch.dtype) -> None:
     """Write a random model to ``folder``."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+    from transformers import AutoModelForCausalLM
 
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model = Qwen2ForCausalLM._from_config(Qwen2Config(**shape), dtype=dtype)
+        model = AutoModelForCausalLM.from_config(config_of(shape), dtype=dtype)
     model.save_pretrained(folder)
     del model
     torch.cuda.empty_cache()
@@ -127,7 +130,7 @@ def write(folder: Path, shape: dict[str, Any], dtype: torch.dtype) -> None:
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=sorted(SHAPES), default="tiny")
+    parser.add_argument("--shape", choices=sorted(ALL_SHAPES), default="tiny")
     parser.add_argument("--layers", type=int, default=0, help="decoder layers; 0: all of the shape")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument(

@@ -3,8 +3,11 @@
     python -m benchmarks.trainer.step                                                              # a toy, one CPU
     python -m benchmarks.trainer.step --shape 0.5b --device cuda
     python -m benchmarks.trainer.step --shape 7b --device cuda --ranks 2 --zero-stage 3
-    python -m benchmarks.trainer.step --shape 30b-a3b --layers 8 --device cuda --ranks 2 --expert-parallel 2 --ways packed
+    python -m benchmarks.trainer.step --shape 30b-a3b --layers 8 --device cuda --ranks 2 --expert-parallel 2 --ways packed \\
+        --against '{"zero_stage": 3, "expert_parallel": 1}' --cap 8192 --groups 16 --gradient-checkpointing false --warm-ups 2
     python -m benchmarks.trainer.step --shape 1.5b --device cuda --ranks 2 --sequence-parallel 2 --each 32640 --cap 16512 --ways packed
+    python -m benchmarks.trainer.step --shape 7b --device cuda --ranks 2 --sequence-parallel 2 --each 131008 --cap 65600 --ways packed \\
+        --groups 1 --gradient-checkpointing true --warm-ups 0 --rounds 1                           # a pass a completion
     python -m benchmarks.trainer.step --shape 0.5b --device cuda --ranks 2 --sequence-parallel 2 --memory-gb 24 --ways packed
 
 Three ways to the same mean logprob and gradient, which must agree::
@@ -14,7 +17,9 @@ Three ways to the same mean logprob and gradient, which must agree::
     sorted   separate sequences by length, padded likewise
 
 Padding on the right needs no mask. Lengths are as in ``benchmarks.trainer.packing``, or with ``--each`` all the same; with
-``--memory-gb`` the ``longest`` sample is sought that makes a step in so much of each GPU. Weights are random. ``tokens_per_s``
+``--memory-gb`` the ``longest`` sample is sought that makes a step in so much of each GPU. With ``--against`` the same
+samples are packed for a second engine, too, with the same weights and other settings of the trainer, which makes its steps in turn:
+``against_ratio`` is its seconds by the first one's, and memory includes the states of both. Weights are random. ``tokens_per_s``
 counts trained tokens; ``mfu`` the packed step's model operations without recomputation. Memory is the largest rank's:
 torch's allocator on a GPU, resident on a CPU. Logs go to stderr.
 """
@@ -27,12 +32,15 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from benchmarks import record
+from benchmarks.record import tell
 from benchmarks.shapes import MIXTURES, SHAPES
 from benchmarks.trainer.models import EitherPolicy, Padded, by_arrival, by_length, random_model
 from benchmarks.trainer.packing import equal, mix
@@ -50,15 +58,18 @@ LEAST_RATIO, LEAST_MFU = 1.3, {"tiny": 0.0, "0.5b": 0.45, "7b": 0.5}
 """Limits: packed / padded; bfloat16 utilization on GPUs."""
 _AGREE = {"logprob": {"float32": 1e-5, "bfloat16": 2e-3}, "grad_norm": {"float32": 1e-4, "bfloat16": 2e-2}}
 """Largest relative differences."""
-WAYS = ("packed", "padded", "sorted")
+WAYS, AGAINST = ("packed", "padded", "sorted"), "against"
 ALL_SHAPES = {**SHAPES, **MIXTURES}
-_STARTED_S = time.perf_counter()
+_LONG = 32_768
+"""Positions of a pass that is logged by itself."""
 
 Batches = Sequence[MicroBatch | Padded]
+Passes = Mapping[str, tuple[TrainingEngine, Batches]]
+"""By way."""
 
 
-def settings(arguments: argparse.Namespace) -> Settings:
-    """Return the trainer's settings."""
+def settings(arguments: argparse.Namespace, more: Mapping[str, Any]) -> Settings:
+    """Return the run's settings, with ``more`` of the trainer's."""
     return Settings.model_validate(
         {
             "run": {"device": arguments.device},
@@ -68,31 +79,55 @@ def settings(arguments: argparse.Namespace) -> Settings:
                 "sequence_parallel": arguments.sequence_parallel, "expert_parallel": arguments.expert_parallel,
                 "learning_rate": 0.0, "micro_batch_tokens": arguments.cap, "optimizer": arguments.optimizer,
                 "kernels": arguments.kernels, "gradient_checkpointing": arguments.gradient_checkpointing, "offload": arguments.offload,
-                "deepspeed": json.loads(arguments.deepspeed),
+                "deepspeed": json.loads(arguments.deepspeed), **more,
             },
             "internal": {"peak_tflops": arguments.peak_tflops, "attention": arguments.attention},
         }
     )  # fmt: skip
 
 
-def ways(rows: Sequence[PackedRow], arguments: argparse.Namespace, sizes: ModelSizes) -> dict[str, Batches]:
+def built(arguments: argparse.Namespace, of: Settings) -> TrainingEngine:
+    """Return an engine with random weights."""
+    if of.trainer.sequence_parallel > 1:
+        ulysses.group_of(of.trainer.sequence_parallel)
+    torch.manual_seed(0)
+    changes = {"num_hidden_layers": arguments.layers} if arguments.layers else {}
+    model = random_model({**ALL_SHAPES[arguments.shape], **changes}, of, arguments.device)
+    tell("the model is built")
+    fused = kernels.fuses_logits(of.trainer.kernels)
+    kind = attention.kind_of(of.internal.attention, of.trainer.kernels)
+    policy = EitherPolicy(model, kind=kind, chunk_tokens=of.internal.logits_chunk_tokens, fused_logits=fused).train()
+    engine = TrainingEngine(policy, of, arguments.device)
+    tell("the engine is built")
+    return engine
+
+
+def packed(rows: Sequence[PackedRow], of: Settings, sizes: ModelSizes) -> Batches:
+    """Return this rank's packed batches."""
+    cap, together = of.trainer.micro_batch_tokens, of.trainer.sequence_parallel
+    return plan(rows, cap, of.trainer.ranks, sizes=sizes, sequence_parallel=together)[dist.get_rank()]
+
+
+def ways(rows: Sequence[PackedRow], arguments: argparse.Namespace, of: Settings, engine: TrainingEngine) -> Passes:
     """Return this rank's batches by each way."""
     rank, ranks, cap = dist.get_rank(), arguments.ranks, arguments.cap
     makers: dict[str, Callable[[], Batches]] = {
-        "packed": lambda: plan(rows, cap, ranks, sizes=sizes, sequence_parallel=arguments.sequence_parallel)[rank],
+        "packed": lambda: packed(rows, of, engine.sizes),
         "padded": lambda: by_arrival(rows, cap, rank, ranks),
         "sorted": lambda: by_length(rows, cap, rank, ranks),
     }
-    return {way: make() for way, make in makers.items() if way in arguments.ways}
+    return {way: (engine, make()) for way, make in makers.items() if way in arguments.ways}
 
 
 def step(engine: TrainingEngine, batches: Batches, tokens: int) -> tuple[float, float]:
     """Make one step; return this rank's part of the mean logprob, and the gradient norm."""
-    total = torch.zeros((), device=engine.device)
+    total, began_s = torch.zeros((), device=engine.device), time.perf_counter()
     for number, batch in enumerate(batches, start=1):
         mean = engine.forward(batch).policy_logprobs_N.sum() / tokens
         engine.backward(-mean * engine.ranks, last=number == len(batches))
         total += mean.detach()
+        if batch.tokens > _LONG:
+            tell(f"pass {number} of {len(batches)}: {float(total):.4f} nats, {time.perf_counter() - began_s:.1f} s")
     norm = engine.step(0.0)
     return float(total), norm
 
@@ -114,36 +149,31 @@ def measure(engine: TrainingEngine, phases: Phases, make: Callable[[], tuple[flo
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Measure every way's step alternately."""
-    of = settings(arguments)
+    of = settings(arguments, {})
     start_ranks(arguments.device)
-    if arguments.sequence_parallel > 1:
-        ulysses.group_of(arguments.sequence_parallel)
     tell(f"{arguments.ranks} ranks on {arguments.device}, building {arguments.shape}")
-    changes = {"num_hidden_layers": arguments.layers} if arguments.layers else {}
-    model = random_model({**ALL_SHAPES[arguments.shape], **changes}, of, arguments.device)
-    fused = kernels.fuses_logits(of.trainer.kernels)
-    kind = attention.kind_of(of.internal.attention, of.trainer.kernels)
-    policy = EitherPolicy(model, kind=kind, chunk_tokens=of.internal.logits_chunk_tokens, fused_logits=fused).train()
-    sizes = policy.sizes
-    engine = TrainingEngine(policy, of, arguments.device)
+    engine = built(arguments, of)
     if arguments.memory_gb:
-        return {"longest": longest_of(engine, arguments, sizes), **vars(arguments), "torch": torch.__version__}
+        longest = longest_of(engine, arguments, engine.sizes)
+        return {"longest": longest, **vars(arguments), "out": str(arguments.out), "torch": torch.__version__}
     rows = rows_of(arguments, engine.vocabulary)
-    passes = ways(rows, arguments, sizes)
+    passes = ways(rows, arguments, of, engine)
+    if arguments.against:
+        other = settings(arguments, json.loads(arguments.against))
+        passes = {**passes, AGAINST: (built(arguments, other), packed(rows, other, engine.sizes))}
     tokens = sum(len(sample.token_ids) for row in rows for sample in row.samples)
-    tell(
-        f"{tokens} trained tokens; forward passes a rank: { ({way: len(batches) for way, batches in passes.items()}) }"
-    )
+    counts = {way: len(batches) for way, (_, batches) in passes.items()}
+    tell(f"{tokens} trained tokens in {sum(len(row.samples) for row in rows)} samples; forward passes a rank: {counts}")
     phases = Phases(engine.device)
     seen: dict[str, list[dict[str, float]]] = {way: [] for way in passes}
     for number in range(arguments.warm_ups + arguments.rounds):  # warm-up: shapes and memory planning
-        for way, batches in passes.items():
-            measured = measure(engine, phases, lambda batches=batches: step(engine, batches, tokens))  # type: ignore[misc]
+        for way, (by, batches) in passes.items():
+            measured = measure(by, phases, lambda by=by, batches=batches: step(by, batches, tokens))  # type: ignore[misc]
             if number >= arguments.warm_ups:
                 seen[way].append(measured)
-            tell(f"round {number}, {way}: {measured['seconds']:.2f} s, {measured['bytes'] / 1e9:.1f} GB; {engine.kept}")
+            tell(f"round {number}, {way}: {measured['seconds']:.2f} s, {measured['bytes'] / 1e9:.1f} GB; {by.kept}")
     _check(seen, of)
-    return _figures(seen, passes, tokens, sum(row.flops(sizes) for row in rows), engine, arguments)
+    return _figures(seen, passes, tokens, sum(row.flops(engine.sizes) for row in rows), arguments)
 
 
 def rows_of(arguments: argparse.Namespace, vocabulary: int) -> list[PackedRow]:
@@ -188,23 +218,25 @@ def _check(seen: dict[str, list[dict[str, float]]], of: Settings) -> None:
 
 def _figures(
     seen: dict[str, list[dict[str, float]]],
-    passes: dict[str, Batches],
+    passes: Passes,
     tokens: int,
     flops: float,
-    engine: TrainingEngine,
     arguments: argparse.Namespace,
 ) -> dict[str, Any]:
+    engine = passes["packed"][0]
     computed = torch.tensor(
-        [sum(batch.tokens for batch in batches) for batches in passes.values()], device=engine.device
+        [sum(batch.tokens for batch in batches) for _, batches in passes.values()], device=engine.device
     )
     dist.all_reduce(computed)
-    medians: dict[str, dict[str, float]] = {}
+    medians: dict[str, dict[str, Any]] = {}
     for way, positions in zip(passes, computed.tolist(), strict=True):
         seconds = statistics.median(measured["seconds"] for measured in seen[way])
         reached = utilisation(flops * (1 + BACKWARD) / engine.ranks, seconds, arguments.peak_tflops, engine.device)
         medians[way] = {
             "seconds": seconds, "tokens_per_s": tokens / seconds, "computed_tokens": positions,
             "peak_memory_bytes": max(measured["bytes"] for measured in seen[way]), **reached,
+            "rounds_s": [measured["seconds"] for measured in seen[way]], "kept": dataclasses.asdict(passes[way][0].kept),
+            "mean_logprob": seen[way][-1]["logprob"], "grad_norm": seen[way][-1]["grad_norm"],
         }  # fmt: skip
     packed, mfu = medians["packed"], medians["packed"].get("mfu")
     ratios = {way: median["seconds"] / packed["seconds"] for way, median in medians.items()}
@@ -214,21 +246,15 @@ def _figures(
         "peak_memory_bytes": packed["peak_memory_bytes"],
         "padding_ratio": ratios.get("padded"),
         "sorted_padding_ratio": ratios.get("sorted"),
+        "against_ratio": ratios.get(AGAINST),
         "bars_met": ratios.get("padded", LEAST_RATIO) >= LEAST_RATIO
         and (mfu or 1.0) >= LEAST_MFU.get(arguments.shape, 0.0),
-        "kept": dataclasses.asdict(engine.kept),
         "trained_tokens": tokens,
         "ways": medians,
-        **{name: value for name, value in vars(arguments).items() if name not in ("peak_tflops", "ways")},
+        **{name: value for name, value in vars(arguments).items() if name not in ("peak_tflops", "ways", "out")},
         "device_name": torch.cuda.get_device_name() if engine.device.type == "cuda" else "cpu",
         "torch": torch.__version__,
     }
-
-
-def tell(message: str) -> None:
-    """Log to stderr on rank 0."""
-    if os.environ.get("RANK", "0") == "0":
-        print(f"{time.perf_counter() - _STARTED_S:6.1f} s  {message}", file=sys.stderr, flush=True)
 
 
 def _parse() -> argparse.Namespace:
@@ -248,6 +274,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--optimizer", choices=("adamw", "adamw_8bit"), default="adamw")
     parser.add_argument("--offload", choices=("none", "optimizer", "all"), default="none")
     parser.add_argument("--deepspeed", default="{}", help="more of DeepSpeed's settings, as JSON")
+    parser.add_argument("--against", help="settings of the trainer of a second engine, as JSON")
     parser.add_argument("--cap", type=int, help="most positions of a forward pass")
     parser.add_argument("--longest", type=int, help="tokens of the longest sequence; a quarter of the cap otherwise")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS, help="packed is needed")
@@ -255,6 +282,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--groups", type=int)
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--out", type=Path, help="a file for benchmarks/results")
     parser.add_argument("--peak-tflops", type=float, default=0.0, help="of one device; 0: by a GPU's name")
     arguments = parser.parse_args()
     toy = arguments.shape.startswith("tiny")
@@ -279,10 +307,9 @@ def main() -> None:
         command = [sys.executable, "-m", "benchmarks.trainer.step", *sys.argv[1:]]
         sys.exit(launch(command, TrainerSettings(ranks=arguments.ranks), drain_s=0.0))
     warnings.simplefilter("ignore")
-    torch.manual_seed(0)
     result = run(arguments)
     if dist.get_rank() == 0:
-        print(json.dumps(result), flush=True)
+        record.write(arguments.out, f"Training steps of the shape {arguments.shape}, random weights", result)
     dist.destroy_process_group()
 
 

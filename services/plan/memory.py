@@ -10,7 +10,7 @@ A trainer's rank, ``P`` weights over ``N`` ranks, bytes per weight (bfloat16, Ad
     snapshots      two copies (``weights.transport = "pull"``), whole on rank 0, or in shares on all ranks
 
 An engine's GPU, over ``T`` tensor parallel ranks: weights and shadow 2 P / T each, activations, logits, and the
-key-value cache in what is left.
+key-value cache in what is left. ``routes`` has the experts of tokens.
 """
 
 import dataclasses
@@ -18,6 +18,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
+from penstock.services.plan import routes
 from penstock.services.plan.hardware import GIB
 from penstock.services.plan.shapes import Shape
 from penstock.services.plan.workload import Workload
@@ -104,9 +105,10 @@ def trainer_table(work: Workload, options: TrainerOptions, limit_bytes: float) -
     """Return rank 0's memory by phase, and the layers that keep their activations within ``limit_bytes``."""
     lasting = _lasting(work, options)
     moving = _gradients(work.trained, work, options)
-    base = total(lasting) + total(moving)
+    experts = Component("experts of tokens", routes.pass_bytes(work, options.micro_batch_tokens))
+    base = total([*lasting, *moving, experts])
     kept, keeps_logits = _kept(work, options, USED * limit_bytes - base)
-    passes = [*moving, *activations(work, options, kept, keeps_logits=keeps_logits)]
+    passes = [*moving, experts, *activations(work, options, kept, keeps_logits=keeps_logits)]
     held = _held(work.trained, work, options)
     table: dict[Phase, Components] = {
         "wait": [*lasting, *held],
@@ -346,13 +348,15 @@ def engine_memory(work: Workload, options: EngineOptions, room_bytes: float, tot
     ]
     record = options.engines * record_bytes(-(-options.sequences // options.engines), work.lengths.most)
     fixed.append(Component("record of logprobs", record, "lower rollout.max_groups or sampling.max_new_tokens"))
-    copies = options.engines * _shadow_bytes(work, options.tensor_parallel)
-    shadow = Component("shadow", copies if options.shadow and not work.lora_rank else 0.0, _SHADOW)
-    free = min(options.utilization * total_bytes, room_bytes - shadow.nbytes) - total(fixed)
+    shadow = options.engines * _shadow_bytes(work, options.tensor_parallel) * (options.shadow and not work.lora_rank)
     per_token = kv_bytes(work, options.tensor_parallel, work.longest)
+    experts_bytes = routes.record_bytes(work, options.sequences, room_bytes / per_token if per_token else 0.0)
+    experts = Component(routes.NAME, experts_bytes, "lower rollout.max_groups, or set trainer.router_replay = false")
+    aside = [Component("shadow", shadow, 'set weights.shadow = "bucketed"'), experts]
+    free = min(options.utilization * total_bytes, room_bytes - total(aside)) - total(fixed)
     needed = per_token * options.sequences * work.longest
     cache = Component("key-value cache", max(0.0, min(free, needed)), f"lower sampling.max_new_tokens, or {parallel}")
-    return EngineMemory([*fixed, shadow, cache], cache.nbytes / per_token if per_token else 0.0)
+    return EngineMemory([*fixed, *aside, cache], cache.nbytes / per_token if per_token else 0.0)
 
 
 def record_bytes(sequences: int, tokens: int) -> float:
@@ -381,13 +385,11 @@ def several_engines(
     needed = options.engines * (WEIGHT_COPIES * work.policy_bytes + ASIDE) + logits + cache
     share = math.ceil(100 * needed / total_bytes) / 100
     taken = share * total_bytes + options.shadow * _SHADOW_COPIES * options.engines * work.policy_bytes
+    taken += sum(part.nbytes for part in memory.components if part.name == routes.NAME)
     aside = Component(
         "set aside", taken - total(memory.components), "lower rollout.max_groups or rollout.engines_per_gpu"
     )
     return dataclasses.replace(memory, components=[*memory.components, aside]), share
-
-
-_SHADOW = 'set weights.shadow = "bucketed"'
 
 
 def kv_bytes(work: Workload, tensor_parallel: int, tokens: float) -> float:

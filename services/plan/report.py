@@ -7,6 +7,7 @@ from typing import Any
 
 import tomli_w
 
+from penstock.services.plan import routes
 from penstock.services.plan.hardware import GIB, Cluster
 from penstock.services.plan.layouts import Candidate, GpuLayout, MemoryShortage, Planner
 from penstock.services.plan.memory import Table, checkpoint_copy_bytes, offloaded_bytes, peak, total
@@ -128,6 +129,7 @@ def _candidate(plan: Plan, number: int, candidate: Candidate) -> list[str]:
         f"   a checkpoint's copy takes {_copy_bytes(plan, candidate) / GIB:.1f} GiB of a host's memory and {copied_s:,.1f} s, "
         f"in which training waits; written after {written_s:,.0f} s",
         *_offloaded(plan, candidate),
+        *_routes(plan, candidate),
         *(f"   {side}, {_phase(phase, table)}" for side, table in candidate.memory.items() for phase in table),
     ]
 
@@ -146,6 +148,11 @@ def _offloaded(plan: Plan, candidate: Candidate) -> list[str]:
     return [
         f"   inputs of layers take up to {ranks * of_rank / GIB:.1f} GiB of a host's memory, a rank {of_rank / GIB:.1f}"
     ]
+
+
+def _routes(plan: Plan, candidate: Candidate) -> list[str]:
+    nbytes = routes.host_bytes(plan.planner.work, candidate.layout.trainer.ranks)
+    return [f"   experts of tokens take up to {nbytes / GIB:.1f} GiB of the memory of rank 0's host"] if nbytes else []
 
 
 def _reservation(plan: Plan, candidate: Candidate) -> str:
@@ -196,6 +203,7 @@ def _entry(plan: Plan, candidate: Candidate) -> dict[str, Any]:
         "memory_bytes": memory,
         "checkpoint_copy_bytes": _copy_bytes(plan, candidate),
         "offloaded_inputs_bytes": offloaded_bytes(plan.planner.work, candidate.layout.trainer),
+        "routes_host_bytes": routes.host_bytes(plan.planner.work, candidate.layout.trainer.ranks),
         "checkpoint_s": checkpoint_seconds(plan.planner.work, plan.planner.cluster, candidate.layout.trainer),
         "peak_bytes": {side: peak(table) for side, table in candidate.memory.items()},
         "rates": dataclasses.asdict(candidate.rates),

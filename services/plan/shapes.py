@@ -64,6 +64,10 @@ _NOT_GATED = ("bloom", "falcon", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj", "
 """Models whose MLP has no gate."""
 
 
+_BYTE = 256
+"""Experts whose numbers fit into a byte (penstock.shared.model.routes.id_type)."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Shape:
     """Sizes of one model, in numbers rather than bytes."""
@@ -92,6 +96,10 @@ class Shape:
     """In one layer."""
     linear_sides: int
     """Inputs and outputs of a layer's matrices, which a LoRA adapter of rank 1 has as weights."""
+    routes: int
+    """Experts that one token is sent to, in all layers."""
+    route_bytes: int
+    """Of the number of one expert."""
 
     @property
     def weights(self) -> int:
@@ -171,6 +179,8 @@ def _shape(fields: Config, name: str) -> Shape:
         window=window,
         saved_per_token=4 * hidden + 2 * width + 2 * kv_heads * head + 3 * inner + copied,
         linear_sides=sum(rows + columns for rows, columns in matrices) + 3 * (hidden + inner),
+        routes=layers * (fields["num_experts_per_tok"] if _experts(fields) else 0),
+        route_bytes=1 if _experts(fields) <= _BYTE else 2,
     )
 
 
@@ -202,11 +212,15 @@ def _attention(
     return first + rest, latent + rope, heads * (rope + nope + value) // 2
 
 
+def _experts(fields: Config) -> int:
+    counts = ("num_experts", "num_local_experts", "n_routed_experts")
+    return next((int(fields[key]) for key in counts if fields.get(key)), 0)
+
+
 def _mlp(fields: Config, hidden: int) -> tuple[int, int, int, int]:
     """Return a layer's weights, those that a token uses, its inner width, and what transformers keeps more of a token with
     experts: input and output for each chosen one, and the activation by itself."""
-    counts = ("num_experts", "num_local_experts", "n_routed_experts")
-    experts = next((fields[key] for key in counts if fields.get(key)), 0)
+    experts = _experts(fields)
     dense = fields.get("intermediate_size") or 4 * hidden
     if not experts:
         matrices = 2 if fields.get("model_type") in _NOT_GATED else 3

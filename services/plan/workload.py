@@ -103,6 +103,8 @@ class Workload:
     """Whether prompts were rendered and counted; else their tokens are estimated from characters."""
     episode: Turns | None = None
     """None: a sample is one completion."""
+    replays: bool = False
+    """Whether the experts of each token travel (``trainer.router_replay``)."""
 
     @property
     def sample_tokens(self) -> float:
@@ -186,6 +188,7 @@ def workload_of(settings: Settings, model: str = "") -> Workload:
         reference=reference and not settings.policy.lora.rank,
         lora_rank=settings.policy.lora.rank,
         uncounted=tuple(_scoring_models(settings)),
+        replays=settings.trainer.router_replay,
     )
 
 

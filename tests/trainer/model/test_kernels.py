@@ -1,13 +1,15 @@
-"""Liger is imported without what it does not need."""
+"""Liger is imported without what it does not need, and leaves experts as they are."""
 
 import importlib.util
 import sys
 import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from penstock.services.trainer.model.layers import kernels
+from tests.support import tiny
 
 LIGER = """
 try:
@@ -41,3 +43,28 @@ def test_a_peft_that_is_there_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ModuleNotFoundError):
         kernels.liger("no_such_module")
     assert sys.modules["peft"] is kept
+
+
+def test_experts_stay_transformers_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, fused = tiny.mixture(), types.SimpleNamespace(forward=lambda *_: None)
+    source: Any = sys.modules[type(model).__module__]
+    experts, norms = type(model.model.layers[0].mlp.experts), source.Qwen3MoeRMSNorm
+
+    def fuse(model: Any, rms_norm: bool = True) -> None:
+        """As Liger's functions do."""
+        source.Qwen3MoeRMSNorm = source.Qwen3MoeExperts = types.SimpleNamespace
+        for layer in model.model.layers:
+            layer.mlp.experts.__dict__ |= {"forward": fused.forward, "_get_name": lambda: "fused"}
+
+    patches = types.SimpleNamespace(MODEL_TYPE_TO_APPLY_LIGER_FN={"qwen3_moe": fuse})
+    monkeypatch.setattr(kernels, "liger", lambda module: patches)
+    monkeypatch.setattr(kernels, "_missing", lambda model, device: "")
+    monkeypatch.setattr(kernels, "_REPLACED", {})
+    try:
+        assert kernels.install(model, "auto", "cuda")
+        assert all(type(layer.mlp.experts) is experts for layer in model.model.layers)
+        assert not any({"forward", "_get_name"} & layer.mlp.experts.__dict__.keys() for layer in model.model.layers)
+        assert source.Qwen3MoeExperts is experts, "of the next model, such as a reference"
+        assert {source.__name__: {"Qwen3MoeRMSNorm": norms}} == kernels._REPLACED
+    finally:
+        source.Qwen3MoeRMSNorm, source.Qwen3MoeExperts = norms, experts

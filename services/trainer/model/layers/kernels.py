@@ -1,6 +1,7 @@
 """Fused RMS norm, rotary embedding and gated MLP, and joint query, key and value products (``projections``).
 
-Except for the plain RMS norm (``norms``) the kernels are Liger's (Hsu et al. 2024, arXiv:2410.10989), for GPUs.
+Except for the plain RMS norm (``norms``) the kernels are Liger's (Hsu et al. 2024, arXiv:2410.10989), for GPUs. Experts
+of a mixture stay transformers' own.
 """
 
 import contextlib
@@ -10,12 +11,13 @@ import inspect
 import logging
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 from penstock.services.trainer.model.layers import norms, projections
 from penstock.shared.errors import SettingsError
 from penstock.shared.extras import install_command
+from penstock.shared.model.routes import mixtures_of
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +42,9 @@ def install(model: Any, kind: KernelKind, device: str) -> bool:
     known = inspect.signature(fuse).parameters
     source = vars(sys.modules[type(model).__module__])
     before = dict(source)
+    experts = mixtures_of(model).values()
     fuse(model=model, **{name: value for name, value in _UNWANTED.items() if name in known})
+    _restore_experts(experts, source, before)
     _REPLACED.setdefault(
         type(model).__module__, {name: value for name, value in before.items() if source[name] is not value}
     )
@@ -59,6 +63,18 @@ def liger(module: str) -> Any:
             sys.modules["peft"] = None  # type: ignore[assignment]  # an import of it fails
             restored.callback(sys.modules.pop, "peft")
         return importlib.import_module(f"liger_kernel.{module}")
+
+
+def _restore_experts(experts: Iterable[Any], source: dict[str, Any], before: Mapping[str, Any]) -> None:
+    """Undo Liger's experts: at the first pass of each start Triton compiles and times 240 variants of their kernels, which
+    takes minutes, and a function of a module itself would hide that of divided experts.
+    """
+    for module in experts:
+        for name in ("forward", "_get_name"):
+            module.__dict__.pop(name, None)
+        name = type(module).__name__
+        if name in source:
+            source[name] = before[name]
 
 
 @contextlib.contextmanager

@@ -87,7 +87,9 @@ class RouteRecord:
             return
         for more in (max(count, pages), count - len(self._free)):
             with contextlib.suppress(torch.OutOfMemoryError):
-                self._pool = torch.cat([self._pool, self._pages(more)])
+                pool = self._pages(pages + more)
+                pool[: len(self._pool)] = self._pool
+                self._pool = pool
                 self._free.extend(range(pages, pages + more))
                 return
 
