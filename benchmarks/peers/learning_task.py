@@ -1,4 +1,4 @@
-r"""Wall clock until a policy learns a task: Penstock asynchronous, synchronous (``max_lag = 0``), and TRL, in turn.
+r"""Wall clock until a policy learns a task: Penstock asynchronous, synchronous (``max_lag = 0``), and TRL's trainers, in turn.
 
 The task is to sort characters in ascending and then in descending order: ``4071=`` → ``01477410``. A random Qwen2 first
 imitates a careless pupil, who exchanges the first two characters of the answer often if the first of the prompt is even,
@@ -18,6 +18,10 @@ rewards (1 for the exact answer), groups, learning rate and greedy evaluations, 
     python -m benchmarks.peers.learning_task --folder /tmp/task --systems trl
     python -m benchmarks.peers.learning_task --folder /tmp/task --systems sync        # prints all three
 
+    call="python -m benchmarks.peers.learning_task --gpus 2 --folder /tmp/task --learning-rate 5e-6 --evaluate-every 2"
+    $call --systems async --rollout.engines_per_gpu=6                    # two GPUs, with TRL's asynchronous trainer
+    $call --systems trl_async
+
 ``--folder`` keeps the policy and each system's figures, so that each can have a call of its own. Other flags go to
 ``penstock up``. With ``--gpus 1`` trainer and replica use the same GPU at the same time (start the daemon of CUDA MPS
 before; docs/placement.md). With ``--gpus 2`` the replica has the second one.
@@ -28,6 +32,10 @@ server on the second. As TRL documents for such work: float32 weights, its defau
 master weights are float32 too; the whole step in one batch per device (``--trl-micro-batch`` splits it); no
 gradient checkpointing; fused AdamW; Liger's kernels where they are installed (``--no-liger``), as in Penstock. The
 importance sampling correction for vLLM's logprobs keeps its default, which is on. vLLM generates in bf16 in both.
+
+``trl_async``: its AsyncGRPOTrainer on two GPUs, as in ``benchmarks.peers.trl_async``, with float32 weights under bf16
+autocast. It has no Liger kernels. A step has as many samples, in one batch, at most four weight updates old, its default.
+It is measured from the end of the first evaluation, beside which it already generates.
 
 Prints seconds from the time at which all processes are ready, or at the latest from the end of the first evaluation
 (TRL: from its end), later evaluations included, and those with start-up.
@@ -47,7 +55,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,6 +64,7 @@ import tomli_w
 import torch
 
 from benchmarks.gpu_meter import only
+from benchmarks.peers import trl_async
 from benchmarks.peers.pipeline import end, heed_sigterm, logs_of, vllm_server
 from benchmarks.runs.startup import ready_of
 from examples.arithmetic.make import (
@@ -68,7 +77,7 @@ from examples.arithmetic.make import (
 )
 
 ROOT = Path(__file__).parents[2]
-SYSTEMS = ("async", "sync", "trl")
+SYSTEMS = ("async", "sync", "trl", "trl_async")
 HELD_OUT = 200
 OFTEN = 0.7
 """Share of pairs that the careless pupil exchanges where the character of the prompt is even; elsewhere it is the rest."""
@@ -289,7 +298,7 @@ def settings(folder: Path, name: str, arguments: argparse.Namespace) -> dict[str
     }  # fmt: skip
 
 
-def run_penstock(folder: Path, name: str, arguments: argparse.Namespace) -> dict[str, Any]:
+def run_penstock(folder: Path, arguments: argparse.Namespace, name: str) -> dict[str, Any]:
     """Run until the accuracy is reached; return the figures."""
     config = folder / f"{name}.toml"
     config.write_text(tomli_w.dumps(settings(folder, name, arguments)))
@@ -386,18 +395,21 @@ def ratios(results: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
     figures = {"": "seconds_to_accuracy", "_with_start": "seconds_with_start"}
     return {
         f"async_over_{other}{suffix}": round(results["async"][figure] / results[other][figure], 3)
-        for other in ("sync", "trl")
+        for other in SYSTEMS[1:]
         for suffix, figure in figures.items()
         if all(results.get(name, {}).get(figure) is not None for name in ("async", other))
     }
 
 
-def run_trl(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Run TRL in its own process; return the figures."""
-    evaluated, task = folder / "trl-evaluations.json", TASKS[arguments.shape]
+def run_trl(folder: Path, arguments: argparse.Namespace, system: str) -> dict[str, Any]:
+    """Run one of TRL's trainers in its own process; return the figures."""
+    evaluated, task = folder / f"{system}-evaluations.json", TASKS[arguments.shape]
+    if system == "trl_async" and arguments.gpus != 2:
+        raise SystemExit(f"trl_async needs a GPU for vLLM's server: expected --gpus 2, found {arguments.gpus}")
     evaluated.unlink(missing_ok=True)
-    command = [arguments.python, "-m", "benchmarks.peers.learning_task", *sys.argv[1:], "--inside", str(folder)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    command = [arguments.python, "-m", "benchmarks.peers.learning_task", *sys.argv[1:]]
+    command += ["--inside", str(folder), "--systems", system]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "VLLM_HOST_IP": "127.0.0.1"}
     environment["PYTHONPATH"] += os.pathsep + os.environ.get("PYTHONPATH", "")
     environment |= {"OMP_NUM_THREADS": "1"} if arguments.device == "cpu" else only(0)
     started_s = time.time()
@@ -408,29 +420,26 @@ def run_trl(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     with contextlib.ExitStack() as around:
         if arguments.gpus == 2:
             server = around.enter_context(vllm_server(folder, str(folder / "policy"), task.context))
-            command += ["--vllm-url", server.wait()]
-        every = watch(folder, "trl", command, environment, rows, arguments)
+            command += ["--vllm-url", server.url if system == "trl_async" else server.wait()]
+        every = watch(folder, system, command, environment, rows, arguments)
     return figures(every, every[0]["at_s"], started_s, arguments.accuracy)
 
 
 def inside_trl(folder: Path, arguments: argparse.Namespace) -> None:
-    """Train with GRPOTrainer; write the evaluations."""
-    from datasets import Dataset
+    """Train with one of TRL's trainers; write the evaluations."""
     from transformers import AutoTokenizer, TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
 
-    def lines(name: str) -> list[dict[str, str]]:
-        return [json.loads(line) for line in (folder / name).read_text().splitlines()]
-
+    (system,) = arguments.systems
     tokenizer = AutoTokenizer.from_pretrained(folder / "policy")
-    asked, answers = encode(tokenizer, [Problem(**row) for row in lines("heldout.jsonl")])
+    asked, answers = encode(tokenizer, [Problem(**row) for row in _lines(folder / "heldout.jsonl")])
     rows: list[dict[str, float]] = []
 
     def evaluate(step: int, model: Any) -> float:
-        accuracy = round(greedy_accuracy(model, asked.to(model.device), answers.to(model.device)), 4)
+        with _usual_attention(model, system):
+            accuracy = round(greedy_accuracy(model, asked.to(model.device), answers.to(model.device)), 4)
         rows.append({"step": step, "accuracy": accuracy, "at_s": time.time()})
-        (folder / "trl-evaluations.tmp").write_text(json.dumps(rows))
-        (folder / "trl-evaluations.tmp").replace(folder / "trl-evaluations.json")
+        (folder / f"{system}-evaluations.tmp").write_text(json.dumps(rows))
+        (folder / f"{system}-evaluations.tmp").replace(folder / f"{system}-evaluations.json")
         return accuracy
 
     class Evaluate(TrainerCallback):  # type: ignore[misc]
@@ -441,20 +450,63 @@ def inside_trl(folder: Path, arguments: argparse.Namespace) -> None:
             if state.global_step % arguments.evaluate_every == 0:
                 control.should_training_stop |= evaluate(state.global_step, more["model"]) >= arguments.accuracy
 
-    def right(completions: list[str], answer: list[str], **_: object) -> list[float]:
-        return [float(text == expected) for text, expected in zip(completions, answer, strict=True)]
+    trainer = (_asynchronous if system == "trl_async" else _synchronous)(folder, arguments)
+    trainer.add_callback(Evaluate())  # the last one, after those that wait for the server and start the rollouts
+    trainer.train()
 
-    GRPOTrainer(
+
+def _lines(file: Path) -> list[dict[str, str]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def _synchronous(folder: Path, arguments: argparse.Namespace) -> Any:
+    """Return TRL's GRPOTrainer."""
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+
+    return GRPOTrainer(
         model=str(folder / "policy"), reward_funcs=right, args=GRPOConfig(**trl_arguments(folder, arguments)),
-        train_dataset=Dataset.from_list(lines("train.jsonl")), processing_class=tokenizer, callbacks=[Evaluate()],
-    ).train()  # fmt: skip
+        train_dataset=Dataset.from_list(_lines(folder / "train.jsonl")),
+    )  # fmt: skip
+
+
+def _asynchronous(folder: Path, arguments: argparse.Namespace) -> Any:
+    """Return TRL's AsyncGRPOTrainer."""
+    from datasets import Dataset
+    from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, packing
+
+    packing._flash_attn = lambda: trl_async.Attention
+    rows = _lines(folder / "train.jsonl")
+    chats = [{"prompt": [{"role": "user", "content": row["prompt"]}], "answer": row["answer"]} for row in rows]
+    return AsyncGRPOTrainer(
+        model=str(folder / "policy"), reward_funcs=right, args=AsyncGRPOConfig(**async_arguments(folder, arguments)),
+        train_dataset=Dataset.from_list(chats), processing_class=trl_async.tokenizer_of(str(folder / "policy")),
+    )  # fmt: skip
+
+
+def right(completions: list[Any], answer: list[str], **_: object) -> list[float]:
+    """Return 1 for each completion, as text or as messages, that is the answer."""
+    texts = [each if isinstance(each, str) else each[0]["content"] for each in completions]
+    return [float(text == expected) for text, expected in zip(texts, answer, strict=True)]
+
+
+@contextlib.contextmanager
+def _usual_attention(model: Any, system: str) -> Iterator[None]:
+    """Let a model of the asynchronous trainer, whose attention knows packed rows alone, read padded ones."""
+    if system != "trl_async":
+        yield
+        return
+    packed = model.config._attn_implementation
+    model.set_attn_implementation("sdpa")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(packed)
 
 
 def trl_arguments(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the arguments of GRPOConfig."""
     gpu, task = arguments.device == "cuda", TASKS[arguments.shape]
-    samples = arguments.groups * arguments.samples
-    micro_batch = arguments.trl_micro_batch or samples
     vllm: dict[str, Any] = {}
     if gpu and arguments.vllm_url:
         vllm = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": arguments.vllm_url}
@@ -463,13 +515,29 @@ def trl_arguments(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]
         vllm["vllm_max_model_length"] = task.context
     liger = gpu and arguments.liger and importlib.util.find_spec("liger_kernel") is not None
     return {
+        **_common_arguments(folder, arguments), "beta": 0.0, "remove_unused_columns": False, "use_liger_kernel": liger,
+        "model_init_kwargs": {"dtype": "float32"}, **vllm,
+    }  # fmt: skip
+
+
+def async_arguments(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the arguments of AsyncGRPOConfig."""
+    samples = arguments.groups * arguments.samples
+    return {
+        **_common_arguments(folder, arguments), "vllm_server_base_url": arguments.vllm_url, "token_budget": 0,
+        "max_inflight_tasks": trl_async.in_flight(samples), "queue_maxsize": samples,
+    }  # fmt: skip
+
+
+def _common_arguments(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+    gpu, samples = arguments.device == "cuda", arguments.groups * arguments.samples
+    micro_batch = arguments.trl_micro_batch or samples
+    return {
         "output_dir": str(folder / "trl"), "per_device_train_batch_size": micro_batch,
         "gradient_accumulation_steps": samples // micro_batch, "num_generations": arguments.samples,
-        "max_completion_length": task.new_tokens, "max_steps": arguments.steps, "save_strategy": "no", "report_to": [],
-        "beta": 0.0, "learning_rate": arguments.learning_rate, "lr_scheduler_type": "constant_with_warmup",
-        "warmup_steps": WARMUP_STEPS, "temperature": 1.0, "bf16": gpu, "use_cpu": not gpu,
-        "remove_unused_columns": False, "gradient_checkpointing": False, "use_liger_kernel": liger,
-        "model_init_kwargs": {"dtype": "float32"}, **vllm,
+        "max_completion_length": TASKS[arguments.shape].new_tokens, "max_steps": arguments.steps, "save_strategy": "no",
+        "report_to": [], "learning_rate": arguments.learning_rate, "lr_scheduler_type": "constant_with_warmup",
+        "warmup_steps": WARMUP_STEPS, "temperature": 1.0, "bf16": gpu, "use_cpu": not gpu, "gradient_checkpointing": False,
     }  # fmt: skip
 
 
@@ -480,7 +548,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if gpus else "cpu")
     parser.add_argument("--shape", choices=sorted(TASKS), help="default: 100m on GPUs, tiny on a CPU")
     parser.add_argument("--gpus", type=int, choices=(1, 2), default=min(2, max(1, gpus)))
-    parser.add_argument("--systems", nargs="*", choices=SYSTEMS, default=list(SYSTEMS))
+    parser.add_argument("--systems", nargs="*", choices=SYSTEMS, default=list(SYSTEMS[:3]))
     parser.add_argument("--start", type=float, default=0.2, help="share of right samples at which imitation ends")
     parser.add_argument("--accuracy", type=float, default=0.9, help="held-out accuracy to reach")
     parser.add_argument("--steps", type=int, default=100)
@@ -534,9 +602,10 @@ def main() -> None:
         start = prepare(folder, arguments)
         print("start", json.dumps(start), flush=True)
         for system in arguments.systems:
-            result = run_trl(folder, arguments) if system == "trl" else run_penstock(folder, system, arguments)
+            is_trl = system.startswith("trl")
+            result = (run_trl if is_trl else run_penstock)(folder, arguments, system)
             of_trl = [f"--trl-micro-batch={arguments.trl_micro_batch}", *([] if arguments.liger else ["--no-liger"])]
-            result |= {"work": work, "flags": of_trl if system == "trl" else arguments.penstock}
+            result |= {"work": work, "flags": of_trl if is_trl else arguments.penstock}
             (folder / f"{system}-figures.json").write_text(json.dumps(result))
             print(system, json.dumps(result), flush=True)
         results = kept(folder, work)

@@ -1,6 +1,6 @@
 r"""The same work asynchronous, synchronous (``max_lag = 0``) and by TRL, alternately.
 
-The demo's work or long answers (``pipeline_work``). Rates are samples / seconds between commits of steady steps: after a
+The demo's work, or that of ``benchmarks.peers.work``. Rates are samples / seconds between commits of steady steps: after a
 third of them, without the last ``max_lag``, in multiples of ``max_lag + 1`` (``penstock.services.plan.measured.steady``); TRL's
 after a third.
 
@@ -10,8 +10,22 @@ after a third.
         --trainer.gradient_checkpointing=true --trainer.optimizer=adamw_8bit
 
 On GPUs each system trains on one and generates by vLLM on the other. Other flags go to ``penstock up``, such as
-``--rollout.engines_per_gpu=auto``. ``--work tail`` has completions of very different lengths. ``trl`` is TRL's
-GRPOTrainer, ``trl_async`` its AsyncGRPOTrainer (``benchmarks.peers.trl_async``, on GPUs only).
+``--rollout.engines_per_gpu=auto``. ``trl`` is TRL's GRPOTrainer, ``trl_async`` its AsyncGRPOTrainer
+(``benchmarks.peers.trl_async``, on GPUs only). Each work against the latter on two GPUs, Penstock under CUDA MPS with
+trainer ranks and replicas on both (``$both``), but at 7B on one each, as TRL::
+
+    call="python -m benchmarks.peers.pipeline --device cuda --rounds 1 --folder /tmp/models"
+    both="--rollout.replicas=2 --rollout.gpus=[0,1] --trainer.ranks=2 --trainer.gpus=[0,1] --rollout.engines_per_gpu=2"
+    both="$both --rollout.vllm.gpu_memory_utilization=0.35 --algorithm.max_lag=2 --rollout.max_groups=48"
+    for work in long tail tool; do
+        $call --shape 0.5b --work $work --modes async --steps 15 $both      # tool: --episodes.replicas=4
+        $call --shape 0.5b --work $work --modes trl_async --steps 12
+    done
+    $call --shape 7b --work spread --modes async --steps 10
+    $call --shape 7b --work spread --modes trl_async --steps 8
+
+At 7B Penstock's AdamW has 32-bit master weights and moments of 8 bits, TRL's bfloat16 weights and moments alone, which
+take less time and about as much memory. TRL recomputes all activations, its default, Penstock those that do not fit.
 
 On one GPU, in turn: ``shared`` is ``placement.mode = "shared"`` with ``max_lag = 1``, ``colocate`` TRL's vLLM in the
 trainer's process (``vllm_mode = "colocate"``, without sleep mode, which a small model does not need). With
@@ -63,7 +77,7 @@ import tomli_w
 
 from benchmarks.gpu_meter import gpu_meter, only
 from benchmarks.peers.trl_async import SERVER_SEQUENCES
-from benchmarks.peers.work import MODEL_TOKENS, ROOT, TAIL_TOKENS, Work, arithmetic, long, work_folder
+from benchmarks.peers.work import ROOT, TAIL_TOKENS, Work, arithmetic, long, spread, tool, work_folder
 from benchmarks.shapes import SHAPES
 from penstock.services.plan.measured import steady
 from penstock.shared.settings import SETTINGS_FILE, load
@@ -258,11 +272,13 @@ def run_trl(folder: Path, work: Work, steps: int, limit_s: float, mode: str = "t
     """
     one_gpu, asynchronous = mode.startswith("colocate"), mode.endswith("_async")
     if asynchronous and not work.served:
-        raise SystemExit(f"{mode} needs vLLM's server: use --work long or tail and --device cuda")
+        raise SystemExit(f"{mode} needs vLLM's server: use --device cuda, and another --work than arithmetic")
+    if "episodes" in work.settings and not asynchronous:
+        raise SystemExit(f"{mode} trains single answers: use --modes trl_async or colocate_async with --work tool")
     with contextlib.ExitStack() as around:
         server: VllmServer | None = None
         if work.served and (asynchronous or not one_gpu):
-            server = around.enter_context(vllm_server(folder, work.model, MODEL_TOKENS, same_gpu=one_gpu))
+            server = around.enter_context(vllm_server(folder, work.model, work.context_tokens, same_gpu=one_gpu))
         environment = only(0) if work.served or one_gpu else {}
         if asynchronous and server is not None:
             command = [sys.executable, "-m", "benchmarks.peers.trl_async", *work.asynchronous_arguments(steps)]
@@ -274,7 +290,7 @@ def run_trl(folder: Path, work: Work, steps: int, limit_s: float, mode: str = "t
             return _run_trl_async(command, folder, limit_s, environment, server)
         command = [sys.executable, "-m", "benchmarks.peers.trl_grpo", *work.arguments(steps)]
         if one_gpu:
-            command += ["--vllm-share", str(_ONE_GPU_SHARE), "--vllm-tokens", str(MODEL_TOKENS)]
+            command += ["--vllm-share", str(_ONE_GPU_SHARE), "--vllm-tokens", str(work.context_tokens)]
         elif server is not None:
             command += ["--vllm-url", server.wait()]
         return _printed(_run(command, folder, limit_s, environment))
@@ -451,10 +467,7 @@ def main() -> None:
     kept = Results(arguments.results)
     report = _Report({mode: [] for mode in arguments.modes})
     with work_folder(arguments.folder) as made:
-        work = arithmetic()
-        if arguments.work != "arithmetic":
-            mean_tokens = TAIL_TOKENS[arguments.device] if arguments.work == "tail" else 0
-            work = long(made, arguments.shape, arguments.device, arguments.kernels, mean_tokens=mean_tokens)
+        work = _work_of(arguments, made)
         complete = False
         try:
             _measure(work, arguments, flags, report, kept)
@@ -468,14 +481,23 @@ def main() -> None:
             )
 
 
+def _work_of(arguments: argparse.Namespace, folder: Path) -> Work:
+    given = (folder, arguments.shape, arguments.device, arguments.kernels)
+    if arguments.work == "arithmetic":
+        return arithmetic()
+    if arguments.work in ("spread", "tool"):
+        return (spread if arguments.work == "spread" else tool)(*given)
+    return long(*given, mean_tokens=TAIL_TOKENS[arguments.device] if arguments.work == "tail" else 0)
+
+
 def _parse() -> tuple[argparse.Namespace, list[str]]:
     """Return the arguments, and those of ``penstock up``."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", choices=("arithmetic", "long", "tail"), default="arithmetic")
+    parser.add_argument("--work", choices=("arithmetic", "long", "tail", "spread", "tool"), default="arithmetic")
     parser.add_argument(
-        "--shape", choices=sorted(SHAPES), default="tiny", help="of the model, with --work long or tail"
+        "--shape", choices=sorted(SHAPES), default="tiny", help="of the model, but for --work arithmetic"
     )
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="with --work long or tail")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="but for --work arithmetic")
     parser.add_argument("--kernels", choices=("torch", "auto"), default="auto", help="trainer.kernels, on GPUs")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--rounds", type=int, default=3)

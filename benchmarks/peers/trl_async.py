@@ -9,12 +9,17 @@ and '{"backend":"ipc"}', TRL with ``--same-gpu``. NCCL refuses two processes of 
 handed over by CUDA IPC, by vLLM's own engine for it and TRL's argument ``weight_transfer``.
 
 Needs trl==1.16.0. What differs from TRL as installed: FlashAttention 3, which TRL fetches from a hub, is replaced by
-the kernels that Penstock uses (FlashAttention 4 if installed, else torch's), and the tokenizer gets a chat template and
-a response template that change nothing, as TRL refuses templates that it does not know.
+the kernels that Penstock uses (FlashAttention 4 if installed, else torch's), and a tokenizer without a chat template
+gets one and a response template that change nothing, as TRL refuses templates that it does not know.
 
-``--staleness``: TRL's default, 4 weight updates (Penstock's runs: ``max_lag`` steps). No more samples are in flight than
-the server decodes at once, and no more than a step's wait for training, so that few are dropped as stale. A step has
-``--micro-batches`` rows of at most ``--row-tokens``, filled by TRL; the rate counts the samples that were trained.
+``--turns``: an episode has that many answers, each of which calls the tool of ``benchmarks.peers.chains``, an
+``environment_factory``. TRL parses them and renders the whole at every turn by Qwen2.5's template; it does not make the call of
+the last one, which Penstock makes. Weights and AdamW's moments are bfloat16, without 32-bit copies.
+
+``--staleness``: TRL's default, 4 weight updates (Penstock's runs: ``max_lag`` steps). Two steps' samples are in flight,
+but no more than the server decodes at once, and no more than a step's wait for training, so that few are dropped as
+stale. A step has ``--micro-batches`` rows of at most ``--row-tokens``, filled by TRL; the rate counts the samples that
+were trained.
 """
 
 import argparse
@@ -26,6 +31,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from benchmarks.peers.chains import Places
 from benchmarks.peers.trl_grpo import lot
 
 SERVER_SEQUENCES = 512
@@ -47,8 +53,12 @@ _FIGURES = {
     "mfu_forward_backward": "perf/mfu_fwd_bwd",
     "ratio": "ratio",
     "kl": "kl",
+    "turns": "rollout/turns_mean",
+    "forked": "rollout/fork_frac",
+    "realigned": "rollout/realign_frac",
 }
-"""Printed name of each of TRL's metrics. ``ratio``: the trainer's probabilities over those of vLLM, 1 if both agree."""
+"""Printed name of each of TRL's metrics. ``ratio``: the trainer's probabilities over those of vLLM, 1 if both agree.
+``forked``, ``realigned``: shares of turns after which TRL did not find its tokens again."""
 
 
 class IpcWeightTransfer:
@@ -119,13 +129,24 @@ class Attention:
 
 
 def tokenizer_of(model: str) -> Any:
-    """Return the model's tokenizer with templates that TRL needs and that leave prompts and completions as they are."""
+    """Return the model's tokenizer; one without a chat template with those that TRL needs, which leave prompts and
+    completions as they are."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model)
-    tokenizer.chat_template = CHAT_TEMPLATE
-    tokenizer.response_template = RESPONSE_TEMPLATE
+    if not tokenizer.chat_template:
+        tokenizer.chat_template = CHAT_TEMPLATE
+        tokenizer.response_template = RESPONSE_TEMPLATE
     return tokenizer
+
+
+def in_flight(samples: int) -> int:
+    """Return how many samples are generated at a time for steps of ``samples``.
+
+    >>> [in_flight(samples) for samples in (64, 256, 1024)]
+    [128, 512, 1024]
+    """
+    return max(samples, min(SERVER_SEQUENCES, 2 * samples))
 
 
 def build(arguments: argparse.Namespace, callbacks: list[Any]) -> Any:
@@ -145,7 +166,7 @@ def build(arguments: argparse.Namespace, callbacks: list[Any]) -> Any:
         max_completion_length=arguments.max_new_tokens,
         max_steps=arguments.steps,
         max_staleness=arguments.staleness,
-        max_inflight_tasks=max(SERVER_SEQUENCES, samples),
+        max_inflight_tasks=in_flight(samples),
         queue_maxsize=samples,
         vllm_server_base_url=arguments.vllm_url,
         save_strategy="no",
@@ -156,7 +177,8 @@ def build(arguments: argparse.Namespace, callbacks: list[Any]) -> Any:
         bf16=gpu,
         use_cpu=not gpu,
         dtype="bfloat16" if gpu else "float32",
-        gradient_checkpointing=False,
+        gradient_checkpointing=arguments.gradient_checkpointing,
+        max_tool_calling_iterations=arguments.turns - 1,
     )
     with Path(arguments.prompts).open() as lines:
         prompts = [json.loads(line)["prompt"] for line in lines]
@@ -167,6 +189,7 @@ def build(arguments: argparse.Namespace, callbacks: list[Any]) -> Any:
         train_dataset=Dataset.from_list([{"prompt": [{"role": "user", "content": prompt}]} for prompt in prompts]),
         processing_class=tokenizer_of(arguments.model),
         callbacks=callbacks,
+        environment_factory=Places if arguments.turns > 1 else None,
         weight_transfer=IpcWeightTransfer(VLLMClient(arguments.vllm_url)) if arguments.same_gpu else None,
     )
 
@@ -218,6 +241,8 @@ def main() -> None:
     parser.add_argument("--staleness", type=int, default=4, help="weight updates")
     parser.add_argument("--micro-batches", type=int, default=4, help="of a step")
     parser.add_argument("--row-tokens", type=int, default=32_768, help="at most in a micro-batch, shared prompts once")
+    parser.add_argument("--turns", type=int, default=1, help="of an episode, which call a tool if there are several")
+    parser.add_argument("--gradient-checkpointing", action="store_true")
     parser.add_argument("--vllm-url", required=True)
     parser.add_argument("--same-gpu", action="store_true", help="as the server's: weights by CUDA IPC")
     arguments = parser.parse_args()

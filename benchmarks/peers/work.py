@@ -7,7 +7,10 @@
                  tokens), random rewards, weights that hardly change
     tail         the same, but completions end by themselves at lengths of a geometric distribution: 800 tokens on
                  average and 2,048 at most (on a CPU: 12 and 32)
+    spread       8 × 8 samples a step of about 1,024 to 4,096 new tokens, 2,560 on average (on a CPU: 4 × 4, 32 at most)
+    tool         32 × 8 episodes a step of four answers of 128 tokens, each of which calls a tool (on a CPU: 4 × 4 of 16)
 
+``spread`` and ``tool`` (``benchmarks.peers.chains``) have output weights of their own also where the shape ties them.
 vLLM finds compiled code again only under the same path of the policy, so models that are kept between calls are always
 at the same path of a folder.
 """
@@ -21,19 +24,24 @@ import shutil
 import string
 import tempfile
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.peers import chains
 from benchmarks.shapes import SHAPES
 
 ROOT = Path(__file__).parents[2]
 PROMPT_TOKENS = 64
-MODEL_TOKENS = 2304
+_MODEL_TOKENS = 2304
 LEARNING_RATE = 1e-12
 """Keeps the weights, and so the lengths of the tail: at 1e-6 they are twice as long after two steps without lag."""
 TAIL_TOKENS = {"cuda": 800, "cpu": 12}
 """Mean of the tail, by device."""
+_SPREAD_TOKENS = {"cuda": (2560, 4096), "cpu": (20, 32)}
+"""Mean and limit of ``spread``, by device."""
+_BETWEEN_TURNS_TOKENS = 100
+"""What the chat template writes from one answer of a tool episode to the next."""
 _MARK = "made.json"
 """Written last, beside a model and its prompts."""
 _CHARACTERS = string.digits + string.ascii_letters + string.punctuation
@@ -51,11 +59,18 @@ class Work:
     """TRL's trainer and vLLM server have a GPU each."""
     sample_tokens: float = 0.0
     """That a sample adds to a row on average: its completion, and its share of the group's prompt."""
+    trl_async: Sequence[str] = ()
+    """More arguments of TRL's asynchronous trainer."""
 
     @property
     def model(self) -> str:
         """The policy's folder."""
         return str(ROOT / self.settings["policy"]["model"])
+
+    @property
+    def context_tokens(self) -> int:
+        """Most tokens of a prompt and its completion, for vLLM."""
+        return int(self.settings["rollout"]["vllm"]["max_model_len"])
 
     def arguments(self, steps: int) -> list[str]:
         """Return the arguments of TRL's synchronous trainer."""
@@ -66,7 +81,7 @@ class Work:
         samples = self.settings["algorithm"]["groups_per_step"] * self.settings["sampling"]["group_size"]
         row_tokens = self.settings["trainer"]["micro_batch_tokens"]
         rows = max(1, round(samples * self.sample_tokens / row_tokens))
-        return [*self._told(steps), "--micro-batches", str(rows), "--row-tokens", str(row_tokens)]
+        return [*self._told(steps), *_flags({"micro-batches": rows, "row-tokens": row_tokens}), *self.trl_async]
 
     def _told(self, steps: int) -> list[str]:
         settings = self.settings
@@ -79,7 +94,11 @@ class Work:
             "learning-rate": settings["trainer"]["learning_rate"],
             "steps": steps,
         }
-        return [word for name, value in told.items() for word in (f"--{name}", str(value))]
+        return _flags(told)
+
+
+def _flags(values: Mapping[str, object]) -> list[str]:
+    return [word for name, value in values.items() for word in (f"--{name}", str(value))]
 
 
 def arithmetic() -> Work:
@@ -106,16 +125,50 @@ def long(folder: Path, shape: str, device: str, kernels: str, *, mean_tokens: in
     """
     gpu = device == "cuda"
     folder = folder.absolute() / f"{f'tail-{mean_tokens}' if mean_tokens else 'long'}-{shape}-{device}"
-    _write_once(folder, shape, device, mean_tokens)
-    groups, samples, tokens = (32, 8, 512) if gpu else (8, 4, 32)
-    if mean_tokens and gpu:
-        tokens = 2048
+    _write_once(folder, shape, device, {"mean_tokens": mean_tokens})
+    tokens = (2048 if mean_tokens else 512) if gpu else 32
+    settings = _settings(folder, device, kernels, groups=32 if gpu else 8, new_tokens=tokens)
+    name = _name("long", shape, settings)
+    name += f" at most, {mean_tokens} on average before this limit" if mean_tokens else ""
+    completion = mean_tokens * (1 - math.exp(-tokens / mean_tokens)) if mean_tokens else tokens
+    return _work(name, settings, completion)
+
+
+def spread(folder: Path, shape: str, device: str, kernels: str) -> Work:
+    """Return the work of completions of a quarter of their limit up to it, with what 7B need to fit on a GPU."""
+    mean_tokens, most = _SPREAD_TOKENS[device]
+    folder = folder.absolute() / f"spread-{shape}-{device}"
+    _write_once(folder, shape, device, {"spread": mean_tokens})
+    settings = _settings(folder, device, kernels, groups=8 if device == "cuda" else 4, new_tokens=most)
+    settings["trainer"] |= {"micro_batch_tokens": 16_384}
+    if device == "cuda":
+        settings["trainer"] |= {"optimizer": "adamw_8bit"}
+        settings["rollout"]["vllm"] |= {"max_model_len": 4352, "gpu_memory_utilization": 0.6}
+    work = _work(f"{_name('spread', shape, settings)} at most, {mean_tokens} on average", settings, mean_tokens)
+    return dataclasses.replace(work, trl_async=["--gradient-checkpointing"])
+
+
+def tool(folder: Path, shape: str, device: str, kernels: str) -> Work:
+    """Return the work of episodes whose every answer calls a tool, on two GPUs or the CPU."""
+    turn_tokens = chains.TURN_TOKENS[device]
+    folder = folder.absolute() / f"tool-{shape}-{device}"
+    _write_once(folder, shape, device, {"turn_tokens": turn_tokens})
+    settings = _settings(folder, device, kernels, groups=32 if device == "cuda" else 4, new_tokens=turn_tokens)
+    settings["episodes"] = {"environment": "benchmarks.peers.chains:Places", "max_turns": chains.TURNS}
+    settings["episodes"] |= {"max_episodes": 512}
+    tokens = chains.TURNS * turn_tokens + (chains.TURNS - 1) * _BETWEEN_TURNS_TOKENS
+    work = _work(f"{_name('tool', shape, settings)} in each of {chains.TURNS} turns", settings, tokens)
+    return dataclasses.replace(work, trl_async=["--turns", str(chains.TURNS)])
+
+
+def _settings(folder: Path, device: str, kernels: str, *, groups: int, new_tokens: int) -> dict[str, Any]:
+    gpu = device == "cuda"
     settings: dict[str, Any] = {
         "run": {"device": device},
         "bus": {"url": "embedded"},
         "policy": {"model": str(folder / "model"), "dtype": "bfloat16" if gpu else "float32"},
         "data": {"path": str(folder / "prompts.jsonl")},
-        "sampling": {"group_size": samples, "max_new_tokens": tokens, "temperature": 1.0},
+        "sampling": {"group_size": 8 if gpu else 4, "max_new_tokens": new_tokens, "temperature": 1.0},
         "rollout": {"replicas": 1, "max_groups": 2 * groups},
         "reward": {"expression": "random", "scorers": [{"kind": "random"}]},
         "algorithm": {"groups_per_step": groups},
@@ -123,60 +176,85 @@ def long(folder: Path, shape: str, device: str, kernels: str, *, mean_tokens: in
         "trainer": {"zero_stage": 1, "learning_rate": LEARNING_RATE, "micro_batch_tokens": 32_768},
     }
     if gpu:
-        settings["rollout"] |= {"engine": "vllm", "gpus": [1], "vllm": {"max_model_len": MODEL_TOKENS}}
+        settings["rollout"] |= {"engine": "vllm", "gpus": [1], "vllm": {"max_model_len": _MODEL_TOKENS}}
         settings["trainer"] |= {"gpus": [0], "kernels": kernels}
     else:
         settings["rollout"] |= {"engine": "transformers"}
         settings["run"] |= {"threads": 1}
-    name = f"long: {shape} on {device}, {groups} x {samples} samples, {tokens} new tokens"
-    name += f" at most, {mean_tokens} on average before this limit" if mean_tokens else ""
-    completion = mean_tokens * (1 - math.exp(-tokens / mean_tokens)) if mean_tokens else tokens
+    return settings
+
+
+def _name(kind: str, shape: str, settings: Mapping[str, Any]) -> str:
+    groups, sampling = settings["algorithm"]["groups_per_step"], settings["sampling"]
+    samples, tokens = sampling["group_size"], sampling["max_new_tokens"]
+    return f"{kind}: {shape} on {settings['run']['device']}, {groups} x {samples} samples, {tokens} new tokens"
+
+
+def _work(name: str, settings: dict[str, Any], completion_tokens: float) -> Work:
+    gpu = settings["run"]["device"] == "cuda"
     return Work(
         name,
         settings,
         ["--reward", "lot", *(["--micro-batch", "16"] if gpu else [])],
         served=gpu,
-        sample_tokens=completion + PROMPT_TOKENS / samples,
+        sample_tokens=completion_tokens + PROMPT_TOKENS / settings["sampling"]["group_size"],
     )
 
 
-def _write_once(folder: Path, shape: str, device: str, mean_tokens: int) -> None:
+def _write_once(folder: Path, shape: str, device: str, kind: Mapping[str, int]) -> None:
     """Write model and prompts, unless ``folder`` has those of the same shape as a whole."""
     mark = folder / _MARK
-    told = {"shape": SHAPES[shape], "device": device, "mean_tokens": mean_tokens, "prompt_tokens": PROMPT_TOKENS}
+    told = {"shape": SHAPES[shape], "device": device, "prompt_tokens": PROMPT_TOKENS, **kind}
     if mark.exists() and json.loads(mark.read_text()) == told:
         return
     if mark.exists():  # a folder that this module made, of another shape; else nothing is deleted
         shutil.rmtree(folder)
-    _write_model(folder / "model", shape, device, mean_tokens)
+    _write_model(folder / "model", shape, device, kind)
     _write_prompts(folder / "prompts.jsonl")
     unfinished = mark.with_suffix(".tmp")
     unfinished.write_text(json.dumps(told))
     unfinished.replace(mark)
 
 
-def _write_model(folder: Path, shape: str, device: str, mean_tokens: int) -> None:
-    """Write a model and a tokenizer with one token per printable character."""
+def _write_model(folder: Path, shape: str, device: str, kind: Mapping[str, int]) -> None:
+    """Write a model and a tokenizer."""
     import torch
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+    from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    vocabulary = SHAPES[shape]["vocab_size"]
-    config = Qwen2Config(**SHAPES[shape], max_position_embeddings=4096, rope_theta=1e6, eos_token_id=0, pad_token_id=1)
+    sizes = {**SHAPES[shape], **({} if "mean_tokens" in kind else {"tie_word_embeddings": False})}
+    config = Qwen2Config(**sizes, max_position_embeddings=8192, rope_theta=1e6, eos_token_id=0, pad_token_id=1)
+    tokenizer = _build_tokenizer(config.vocab_size, kind.get("turn_tokens", 0))
     torch.manual_seed(0)
     with torch.device(device):
         model = Qwen2ForCausalLM._from_config(config, dtype=torch.bfloat16 if device == "cuda" else torch.float32)
-        if mean_tokens:
-            _end_at_random(model, mean_tokens)
+        if kind.get("mean_tokens"):
+            _end_at_random(model, kind["mean_tokens"])
+        if "spread" in kind:
+            chains.end_after(model, kind["spread"])
+        if "turn_tokens" in kind:
+            chains.call_in_every_turn(model, tokenizer, kind["turn_tokens"])
         model.save_pretrained(folder)
     if device == "cuda":
         del model
         torch.cuda.empty_cache()
-    words = ["<eos>", "<pad>", *_CHARACTERS, *(f"unused {place}" for place in range(vocabulary - len(_CHARACTERS) - 2))]
-    tokenizer = Tokenizer(models.BPE({word: place for place, word in enumerate(words)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>").save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _build_tokenizer(size: int, turn_tokens: int) -> Any:
+    """Return Qwen2's tokenizer with one token per printable character, and for episodes of such answers what these need."""
+    from transformers import Qwen2Tokenizer
+
+    end, pad = (chains.END, "<|endoftext|>") if turn_tokens else ("<eos>", "<pad>")
+    more, merges = chains.vocabulary(turn_tokens) if turn_tokens else ([], [])
+    words = [end, pad, *_CHARACTERS, *more]
+    words += [f"unused {place}" for place in range(size - len(words))]
+    numbered = {word: place for place, word in enumerate(words)}
+    tokenizer = Qwen2Tokenizer(numbered, merges, unk_token=pad, eos_token=end, pad_token=pad)
+    if turn_tokens:
+        tokenizer.add_special_tokens({"additional_special_tokens": [chains.START]})
+        tokenizer.add_tokens([chains.OPENING, chains.CLOSING])
+        tokenizer.chat_template = chains.chat_template()
+    return tokenizer
 
 
 def _end_at_random(model: Any, mean_tokens: int) -> None:

@@ -1,6 +1,7 @@
 """Laws of the benchmark's task and figures."""
 
 import argparse
+import dataclasses
 import doctest
 import json
 from pathlib import Path
@@ -9,7 +10,19 @@ import pytest
 import torch
 
 from benchmarks.peers import learning_task
-from benchmarks.peers.learning_task import HELD_OUT, OFTEN, TASKS, careless, kept, problems, settings, trl_arguments
+from benchmarks.peers.learning_task import (
+    HELD_OUT,
+    OFTEN,
+    TASKS,
+    async_arguments,
+    careless,
+    kept,
+    problems,
+    right,
+    run_trl,
+    settings,
+    trl_arguments,
+)
 from examples.arithmetic.make import build_tokenizer, encode
 from penstock.shared.settings.root import Settings
 
@@ -75,6 +88,28 @@ def test_trl_trains_a_step_of_the_same_samples_in_batches_as_asked(tmp_path: Pat
     served = trl_arguments(tmp_path, _arguments(vllm_url="http://127.0.0.1:1"))
     assert served["vllm_mode"] == "server"
     assert "use_vllm" not in trl_arguments(tmp_path, _arguments(device="cpu", shape="tiny"))
+
+
+def test_trls_asynchronous_trainer_trains_a_step_of_the_same_samples(tmp_path: Path) -> None:
+    config = pytest.importorskip("trl.experimental.async_grpo.async_grpo_config").AsyncGRPOConfig
+    told = async_arguments(tmp_path, _arguments(gpus=2, vllm_url="http://127.0.0.1:1"))
+    assert (told["per_device_train_batch_size"], told["gradient_accumulation_steps"], told["token_budget"]) == (
+        512,
+        1,
+        0,
+    )
+    assert {*told} <= {field.name for field in dataclasses.fields(config)}
+
+
+def test_trls_asynchronous_trainer_is_refused_on_one_gpu(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="expected --gpus 2, found 1"):
+        run_trl(tmp_path, _arguments(gpus=1), "trl_async")
+
+
+def test_a_right_answer_is_one_in_both_of_trls_trainers() -> None:
+    assert right(["ab", "a"], answer=["ab", "ab"]) == [1.0, 0.0]
+    messages = [[{"role": "assistant", "content": text}] for text in ("ab", "a")]
+    assert right(messages, answer=["ab", "ab"]) == [1.0, 0.0]
 
 
 def test_figures_of_other_work_are_refused(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """What TRL's asynchronous trainer is given: prompts as they are, attention, weights on the same GPU, and a server."""
 
 import argparse
+import doctest
 import importlib.util
 import json
 import subprocess
@@ -42,7 +43,7 @@ def trainer(work: Work, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         arguments = argparse.Namespace(
             model=work.model, prompts=work.settings["data"]["path"], prompts_per_step=4, group_size=2, max_new_tokens=8,
             steps=3, learning_rate=1e-12, staleness=4, micro_batches=2, row_tokens=256,
-            vllm_url="http://127.0.0.1:1", same_gpu=True,
+            vllm_url="http://127.0.0.1:1", same_gpu=True, turns=1, gradient_checkpointing=False,
         )  # fmt: skip
         return trl_async.build(arguments, [])
 
@@ -215,6 +216,11 @@ def test_without_ray_an_empty_module_is_imported_and_offers_nothing(
 # ---------------------------------------------------------------- work and figures
 
 
+def test_the_examples_in_its_docstrings_hold() -> None:
+    results = doctest.testmod(trl_async)
+    assert (results.attempted, results.failed) == (1, 0)
+
+
 @pytest.mark.parametrize(("mean_tokens", "rows"), [(0, "4"), (TAIL_TOKENS["cuda"], "6")])
 def test_a_step_has_the_rows_that_hold_its_samples(
     mean_tokens: int, rows: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -261,5 +267,5 @@ def test_a_late_run_of_few_measured_steps_has_no_rate(
 
 def test_an_asynchronous_mode_without_a_server_is_refused(work: Work, tmp_path: Path) -> None:
     for mode in ("trl_async", "colocate_async"):
-        with pytest.raises(SystemExit, match=f"{mode} needs vLLM's server: use --work long or tail and --device cuda"):
+        with pytest.raises(SystemExit, match=f"{mode} needs vLLM's server: use --device cuda, and another --work"):
             run_trl(tmp_path, work, 3, 600.0, mode)
