@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import threading
 import uuid
 import warnings
@@ -17,9 +18,13 @@ import hypothesis
 import pydantic.v1  # noqa: F401 (FastAPI imports it late; pytest parses it, and CPython 3.11 fails if a finalizer runs meanwhile)
 import pytest
 
+from penstock.services.reward.executor import program, zygote_process
+from penstock.services.reward.subprocess_pool import pool
 from penstock.shared.bus import embedded
 from penstock.shared.bus.bus import Bus
 from penstock.shared.bus.stores.replicas import heartbeats
+from penstock.shared.executor import client
+from penstock.shared.process import memory_timeline
 from penstock.shared.process.importing import importing
 from tests.support.waits import PATIENCE_S as PATIENCE_S
 from tests.support.waits import free_port as free_port
@@ -32,6 +37,8 @@ if TYPE_CHECKING:
 # spinning threads would take the cores from parallel tests
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# trl's trainers would report to their makers' hub from a thread that outlives its test
+os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 
 # no timed tests: an example may take long on a busy machine
 hypothesis.settings.register_profile(
@@ -79,6 +86,32 @@ def _own_environment() -> Iterator[None]:
     yield
     os.environ.clear()
     os.environ.update(before)
+
+
+@pytest.fixture(autouse=True)
+def _own_draws() -> None:
+    """Let a test draw the same numbers from torch's generator whatever drew from it before."""
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _own_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let this process find the machine's memory free, of which others take what they need."""
+    total_bytes, _ = memory_timeline.host_bytes()
+    monkeypatch.setattr(memory_timeline, "host_bytes", lambda: (total_bytes, total_bytes))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _patient_processes() -> Iterator[None]:
+    """On a busy machine, processes start and answer late."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(pool, "START_WITHIN_S", PATIENCE_S)
+        patched.setattr(pool, "PATIENCE", 1000)
+        patched.setattr(client, "CONNECT_WITHIN_S", PATIENCE_S)
+        patched.setattr(zygote_process, "START_WITHIN_S", PATIENCE_S)
+        patched.setattr(program, "REACTS_WITHIN_S", PATIENCE_S)
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -6,6 +6,7 @@ import pytest
 
 from penstock.shared.model.rendering import chat_template
 from penstock.shared.model.rendering.chat_template import TemplateEndless, TemplateFailed, View, render, render_views
+from tests.conftest import PATIENCE_S
 
 TURNS = [{"role": "user", "content": "12+34="}]
 NESTED = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
@@ -39,6 +40,7 @@ def test_a_template_that_cannot_be_rendered_ends_its_process_only(
     template: str, failure: type[Exception], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(chat_template, "_CPU_S", 1.0)
+    monkeypatch.setattr(chat_template, "_STARVED_S", PATIENCE_S)
     good = tokenizer("{{ bos_token }}{% for turn in messages %}{{ turn.content }}{{ eos_token }}{% endfor %}")
     with pytest.raises(failure, match=reason):
         render(tokenizer(template), TURNS)

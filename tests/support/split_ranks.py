@@ -76,15 +76,13 @@ def built(name: str) -> Policy:
     return Policy(model, packing="rows").train()
 
 
-def gradients(module: Any, logprobs_N: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """Return the logprobs, and all gradients of a weighted sum of them."""
+def gradients(module: Any, logprobs_N: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the logprobs, and all gradients of a weighted sum of them in one row."""
     weights_N = torch.randn(len(logprobs_N), generator=torch.Generator().manual_seed(1))
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     results = torch.autograd.grad(logprobs_N @ weights_N, parameters, allow_unused=True)
-    filled = [
-        torch.zeros_like(p) if grad is None else grad.contiguous() for p, grad in zip(parameters, results, strict=True)
-    ]
-    return logprobs_N.detach(), filled
+    filled = [torch.zeros_like(p) if grad is None else grad for p, grad in zip(parameters, results, strict=True)]
+    return logprobs_N.detach(), torch.cat([gradient.flatten() for gradient in filled])
 
 
 def apart(policy: Policy, rows: list[PackedRow], ranks: int) -> tuple[float, float]:
@@ -93,11 +91,9 @@ def apart(policy: Policy, rows: list[PackedRow], ranks: int) -> tuple[float, flo
     whole_N, whole = gradients(policy, policy(batch).policy_logprobs_N)
     own = shards.split(batch, ranks)[ulysses.index(ranks)]
     part_N, parts = gradients(policy, policy(own).policy_logprobs_N)
-    for gradient in parts:
-        dist.all_reduce(gradient, group=ulysses.group_of(ranks))
-    largest = max(float(gradient.abs().max()) for gradient in whole)
+    dist.all_reduce(parts, group=ulysses.group_of(ranks))
     nats = float((part_N - whole_N).abs().max()) if len(part_N) else 0.0
-    return nats, max(float((a - b).abs().max()) for a, b in zip(parts, whole, strict=True)) / largest
+    return nats, float((parts - whole).abs().max() / whole.abs().max())
 
 
 def of_family(name: str, ranks: int) -> str | tuple[float, float]:
@@ -165,11 +161,9 @@ def of_critic(ranks: int) -> float:
 def apart_of_values(critic: Critic, batch: Any, ranks: int) -> tuple[float, float]:
     whole_N, whole = gradients(critic, critic(batch))
     part_N, parts = gradients(critic, critic(shards.split(batch, ranks)[ulysses.index(ranks)]))
-    for gradient in parts:
-        dist.all_reduce(gradient, group=ulysses.group_of(ranks))
-    largest = max(float(gradient.abs().max()) for gradient in whole)
+    dist.all_reduce(parts, group=ulysses.group_of(ranks))
     values = float((part_N - whole_N).abs().max() / whole_N.abs().max()) if len(part_N) else 0.0
-    return values, max(float((a - b).abs().max()) for a, b in zip(parts, whole, strict=True)) / largest
+    return values, float((parts - whole).abs().max() / whole.abs().max())
 
 
 def settings(name: str) -> Settings:

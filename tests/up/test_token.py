@@ -1,5 +1,6 @@
 """The token that `penstock up` makes, over real HTTP."""
 
+import contextlib
 import json
 import os
 import re
@@ -55,14 +56,29 @@ print(json.dumps({
 """
 
 
-@pytest.fixture
-def up() -> Iterator[Up]:
+@contextlib.contextmanager
+def own_up() -> Iterator[Up]:
     with tempfile.TemporaryDirectory() as name:  # pytest's folder is private to this user
         Path(name).chmod(0o755)
         started = Up(Path(name))
         started.script("coordinator-0", COORDINATOR)
         yield started
         started.close()
+
+
+@pytest.fixture
+def up() -> Iterator[Up]:
+    with own_up() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Up]:
+    """A run for tests that neither end nor change it."""
+    with own_up() as started:
+        started.start()
+        yield started
+        end(started)
 
 
 async def url_of(up: Up) -> str:
@@ -81,26 +97,22 @@ def end(up: Up) -> str:
     return up.wait()[1]
 
 
-async def test_another_user_of_the_machine_cannot_read_or_operate_a_run(up: Up) -> None:
-    up.start()
-    url, token = await url_of(up), up.run_folder / "token"
+async def test_another_user_of_the_machine_cannot_read_or_operate_a_run(running: Up) -> None:
+    url, token = await url_of(running), running.run_folder / "token"
     command = [sys.executable, "-c", STRANGER, url, str(token)]
     told = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=True)
     seen = json.loads(told.stdout)
     assert (seen["statuses"], seen["page"], seen["health"]) == ([401], 200, 200)
     if os.geteuid() == 0:
         assert seen["token"] == "PermissionError"
-    end(up)
 
 
-async def test_the_command_line_reads_the_token_of_the_run_that_it_asks_and_sends_it_nowhere_else(up: Up) -> None:
-    up.start()
-    url, folder = await url_of(up), str(up.run_folder)
+async def test_the_command_line_reads_the_token_of_the_run_that_it_asks_and_sends_it_nowhere_else(running: Up) -> None:
+    url, folder = await url_of(running), str(running.run_folder)
     assert '"run_id": "law"' in penstock("status", "--json", "--run", folder).stdout
     assert penstock("resume", "--run", folder, "--url", url).returncode == 0
     refused = penstock("resume", "--run", folder, "--url", url.replace("127.0.0.1", "localhost"))
     assert (refused.returncode, "expected a bearer token" in refused.stderr) == (1, True)
-    end(up)
 
 
 async def test_a_resume_keeps_the_token_and_no_file_or_line_of_the_run_holds_it(up: Up) -> None:
@@ -123,18 +135,16 @@ async def test_a_resume_keeps_the_token_and_no_file_or_line_of_the_run_holds_it(
     assert token.strip() not in output
 
 
-async def test_a_link_of_the_command_line_opens_a_session_once(up: Up) -> None:
-    up.start()
-    await until(lambda: up.ready("coordinator-0"))
-    link = penstock("page", "--run", str(up.run_folder)).stdout.strip()
+async def test_a_link_of_the_command_line_opens_a_session_once(running: Up) -> None:
+    await until(lambda: running.ready("coordinator-0"))
+    link = penstock("page", "--run", str(running.run_folder)).stdout.strip()
     url, _, code = link.partition("/#code=")
-    assert url == await url_of(up)
+    assert url == await url_of(running)
     with httpx.Client(base_url=url, timeout=PATIENCE_S) as browser:
         entered = browser.post("/session", headers={"Authorization": f"Bearer {code}"})
         ticket = {"Authorization": f"Bearer {entered.json()['ticket']}"}
         assert browser.get("/v1/run", headers=ticket).status_code == 200
         assert browser.post("/session", headers={"Authorization": f"Bearer {code}"}).status_code == 401
-    end(up)
 
 
 def test_a_token_in_a_runs_folder_that_others_can_read_is_refused(up: Up) -> None:

@@ -1,6 +1,5 @@
 """`penstock up` with a real Valkey; services are tiny scripts."""
 
-import asyncio
 import json
 import os
 import signal
@@ -26,43 +25,12 @@ from penstock.shared.errors import SettingsError
 from penstock.shared.process.memory_timeline import host_bytes
 from penstock.shared.settings import Settings, load
 from tests.conftest import PATIENCE_S, until
+from tests.support import forge
 from tests.support.disks import small_disk
 from tests.support.model_folders import write_model
 from tests.support.modes import open_to_others
 
 RESTARTS = Restarts(first_s=0.1, longest_s=1.0, well_after_s=0.0, give_up=3)
-
-DRIVER = """
-import os
-import sys
-from pathlib import Path
-from penstock.services.up.plan import ProcessPlan, current_environment, executor
-from penstock.services.up.prepare import prepare
-from penstock.services.up.process import Restarts
-import penstock.services.up.display.watch
-from penstock.services.up.run import go
-from penstock.shared.settings import Settings
-
-penstock.services.up.display.watch.POLL_S = 0.1
-if "NEEDS_EXECUTOR" in os.environ:
-    Settings.needs_executor = True
-
-def planner(run, url):
-    scripts = Path(sys.argv[1])
-    environment = current_environment() | {"RUN": str(run.folder), "PENSTOCK__BUS__URL": url}
-    return executor(run.settings, run.config, environment) + [
-        ProcessPlan(script.stem, script.stem.split("-")[0], (sys.executable, str(script)), environment, stop_s=180.0)
-        for script in sorted(scripts.glob("*.py"))
-    ]
-
-config, *flags = sys.argv[2:]
-run = prepare(None, Path(flags[1]), flags[2:]) if config == "resume" else prepare(Path(config), None, flags)
-long_life_s = float(os.environ.get("LONG_LIFE_S", "600"))
-restarts = Restarts(first_s=0.1, longest_s=0.4, well_after_s=0.0, give_up=3, stuck=4, long_life_s=long_life_s)
-ending = go(run, planner, restarts)
-print("ENDING", ending.code, ending.sentence, flush=True)
-sys.exit(ending.code)
-"""
 
 PATIENT = """
 import os, pathlib, signal, sys, time
@@ -113,14 +81,13 @@ server.serve_forever()
 
 
 class Up:
-    """`penstock up` on scripts, as a process."""
+    """`penstock up` on scripts, as a process: ``tests/support/scripts_of_up.py``."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.run_folder = folder / "runs" / "law"
         self.scripts = folder / "scripts"
         self.scripts.mkdir()
-        (folder / "driver.py").write_text(DRIVER)
         model = write_model(folder / "a model")
         (folder / "train.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
         (folder / "run.toml").write_text(
@@ -130,18 +97,16 @@ class Up:
             data.path = "{folder}/train.jsonl"
             """)
         )
-        self.process: subprocess.Popen[str] | None = None
+        self.output = folder / "output.txt"
+        self.process: forge.Started | None = None
 
     def script(self, name: str, text: str = PATIENT) -> None:
         (self.scripts / f"{name}.py").write_text(text)
 
     def start(self, *words: str) -> None:
-        command = [sys.executable, str(self.folder / "driver.py"), str(self.scripts)]
-        command += list(words) or [str(self.folder / "run.toml")]
-        environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-        self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
-        )
+        arguments = (self.scripts, *(words or (self.folder / "run.toml",)))
+        with self.output.open("w") as file:
+            self.process = forge.start("tests.support.scripts_of_up", arguments, file, PYTHONPATH=str(forge.ROOT))
 
     def table(self) -> dict[str, dict[str, object]]:
         try:
@@ -163,8 +128,8 @@ class Up:
 
     def wait(self) -> tuple[int, str]:
         assert self.process is not None
-        output, _ = self.process.communicate(timeout=PATIENCE_S)
-        return self.process.returncode, output
+        code = self.process.wait(PATIENCE_S)
+        return code, self.output.read_text()
 
     def close(self) -> None:
         if self.process is not None and self.process.poll() is None:
@@ -363,11 +328,8 @@ async def test_the_console_says_which_process_a_stop_waits_for(up: Up) -> None:
     up.start()
     await until(lambda: (up.run_folder / "rollout-0.heeds").exists())
     up.signal(signal.SIGTERM)
-    assert up.process is not None
-    assert up.process.stdout is not None
-    lines = iter(up.process.stdout.readline, "")
-    said = await asyncio.to_thread(lambda: next(line for line in lines if "waiting up to" in line))
-    assert "waiting up to 180 s for rollout-0 to finish work or give it back (bus.drain_s)" in said
+    said = "waiting up to 180 s for rollout-0 to finish work or give it back (bus.drain_s)"
+    await until(lambda: said in up.output.read_text())
     (up.scripts / "rollout-0.may").touch()
     code, _ = up.wait()
     assert code == 143

@@ -31,7 +31,7 @@ from penstock.shared.bus.messages import Experience, Float32Array, Misfit, Polic
 from penstock.shared.model.flops import BACKWARD
 from penstock.shared.settings import Settings
 
-_NO_LAGS: Mapping[PolicyVersion, int] = collections.defaultdict(int)
+_NO_LAGS: Mapping[PolicyVersion, int] = collections.Counter()
 """Where nothing is trained."""
 
 

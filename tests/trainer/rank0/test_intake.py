@@ -906,8 +906,7 @@ async def test_of_groups_that_arrive_together_each_id_is_held_once_and_what_was_
         await put(bus, group_id)
     intake = Intake(bus, Live(bus, settings()), {V(0): 0})
     async with filling(intake):
-        await until(lambda: intake.left["duplicate"] == 2)
-    assert list(intake._held) == [6, 7]
+        await until(lambda: (intake.left["duplicate"], list(intake._held)) == (2, [6, 7]))
     assert await bus.counts() == {"dropped:duplicate": 2}
 
 
