@@ -203,7 +203,7 @@ def pack(tokens: int, samples: int, folder: Path) -> dict[str, Figures]:
     return {
         "layout": {
             **spent(lambda: rectangles(batch.segments, torch.device("cpu"))),
-            "bytes": sum(mask.nbytes for mask in masks if mask is not None),
+            "bytes": sum(mask.nbytes for mask in masks if isinstance(mask, torch.Tensor)),
         },
         "contexts": spent(lambda: find_contexts(group, 9, {PolicyVersion(7): 7, PolicyVersion(8): 8}, 1, "mask")),
         "micro-batches": spent(lambda: plan([row], tokens + 64, 1)),

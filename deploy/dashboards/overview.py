@@ -43,7 +43,7 @@ _BOTTLENECK = Row(
         Panel("Groups by stream", "Groups by stage: prompts wait for or are in generation, rollouts in scoring, experience in training. The slower service has the longer queue before it.", "short",
               (Query('max by (stream) (penstock_coordinator_stream_entries<stream!="journal">)', "{{stream}}"),), "stack"),
         Panel("Tokens per second", "Tokens generated and tokens trained on. A lasting gap means that one side waits or drops data.", "short",
-              (Query("sum(rate(penstock_rollout_generated_tokens_total<>[$__rate_interval]))", "generated"),
+              (Query("sum(rate(penstock_rollout_drawn_tokens_total<>[$__rate_interval]))", "drawn"),
                Query("sum(rate(penstock_trainer_tokens_total<>[$__rate_interval]))", "trained"))),
         Panel("Slots", "Groups in flight and their limit. At the limit, generation waits for the trainer.", "short",
               (Query("max by (namespace, run) (penstock_coordinator_groups_in_flight<>)", "in flight"), Query("max by (namespace, run) (penstock_coordinator_slots<>)", "slots"))),

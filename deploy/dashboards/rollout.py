@@ -5,7 +5,7 @@ from deploy.dashboards.board import Board, Panel, Query, Row, quantiles, rate
 _GENERATION = Row(
     "Generation",
     (
-        Panel("Tokens per second", "Tokens generated for training, by replica.", "short", (rate("penstock_rollout_generated_tokens_total", marks='purpose="train"'),)),
+        Panel("Tokens per second", "Tokens drawn, by replica, of unfinished samples, too.", "short", (rate("penstock_rollout_drawn_tokens_total"),)),
         Panel("Samples per second", "Completions generated, for training and for evaluation.", "ops", (rate("penstock_rollout_generated_samples_total", "purpose"),)),
         Panel("Time of a sample", "How long the engine took for an entry (a sample in training), without waiting for its turn.", "s", quantiles("penstock_rollout_generate_seconds")),
         Panel("Entries in progress", "Samples (in evaluations: problems) that are generated or wait for weights, by replica.", "short", (Query("penstock_rollout_entries_in_progress<>"),)),

@@ -403,7 +403,7 @@ def plan(
     else:
         console.say(shown.text(made))
     if write is not None:
-        shown.write(made, write)
+        plans.write(made, config, flags, write)
         console.warn(f"written: {write}")
     if not made.candidates:
         raise typer.Exit(1)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from penstock.services.plan import measured as runs
+from penstock.services.plan import report
 from penstock.services.plan.hardware import Cluster, parse_cluster
 from penstock.services.plan.layouts import GpuLayout, Planner, Preferences
 from penstock.services.plan.measured import Corrections, Measured
@@ -19,7 +20,7 @@ from penstock.services.plan.rates import SLOWED
 from penstock.services.plan.report import Plan, text
 from penstock.services.plan.workload import Workload, snapshots_of, with_turns, workload_of
 from penstock.shared.errors import SettingsError
-from penstock.shared.settings import SETTINGS_FILE, RunKind, Settings, load, loads
+from penstock.shared.settings import SETTINGS_FILE, RunKind, Settings, given_tables, load
 
 _HOSTS, _DECODING = (0.1, 2.0), (0.1, 10.0)
 """Seconds of an engine's scheduler, over those of vLLM's own on the measured hosts, and of decoding steps over the planned
@@ -30,7 +31,12 @@ _LEAST_WAIT = 0.05
 
 
 def settings_of(config: Path | None, flags: Sequence[str]) -> Settings:
-    return loads("", "the flags", flags) if config is None else load(config, flags)
+    return load(config, flags)
+
+
+def write(plan: Plan, config: Path | None, flags: Sequence[str], file: Path) -> None:
+    """Write what the file and flags give, with the plan's layout. Raises SettingsError."""
+    report.write(plan, given_tables(config, flags), file)
 
 
 def make(settings: Settings, gpus: str, model: str = "", calibrate: Path | None = None, turns: str = "") -> Plan:

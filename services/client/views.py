@@ -93,6 +93,7 @@ class RunView(View):
     history: History = Field(default=History())
     evaluations: list[Evaluation] = Field(default=[])
     tokens_per_s: float | None = None
+    drawn_tokens_per_s: float = 0.0
     started_at_s: float | None = None
     training_s: float | None = None
     eta_s: float | None = None

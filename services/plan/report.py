@@ -1,7 +1,8 @@
 """A plan as text for people, as JSON for programs, and as the run's TOML file."""
 
+import copy
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +33,18 @@ class Plan:
     candidates: Sequence[Candidate]
     problems: Sequence[MemoryShortage]
 
-    def run_file(self, candidate: Candidate) -> str:
-        """Return the run's TOML file with this layout. Raises SettingsError: this version does not support it."""
+    def run_file(self, candidate: Candidate, given: Mapping[str, Any] | None = None) -> str:
+        """Return the run's TOML file of the ``given`` tables, or of all settings, with this layout.
+
+        Raises:
+            SettingsError: this version does not support it.
+        """
+        if given is None:
+            given = self.settings.model_dump(mode="json", exclude_unset=True, exclude_none=True)
         planner = self.planner
         if candidate.layout.placement == "shared" and planner.cluster.nodes > 1:
             raise SettingsError("trainer and replicas take turns on one host alone")
-        text = tomli_w.dumps(_run_values(self.settings, candidate, planner.cluster))
+        text = tomli_w.dumps(_run_values(given, self.settings, candidate, planner.cluster))
         loads(text, "run.toml")
         return text
 
@@ -79,9 +86,11 @@ def as_json(plan: Plan) -> dict[str, Any]:
     }
 
 
-def write(plan: Plan, file: Path) -> None:
-    """Write the run's TOML file with the fastest layout that this version supports. Raises SettingsError: there is no such layout, or the
-    file cannot be written.
+def write(plan: Plan, given: Mapping[str, Any], file: Path) -> None:
+    """Write the run's TOML file of the ``given`` tables with the fastest layout that this version supports.
+
+    Raises:
+        SettingsError: there is no such layout, or the file cannot be written.
     """
     candidate = next(filter(plan.is_supported, plan.candidates), None)
     if candidate is None and plan.candidates:
@@ -89,7 +98,7 @@ def write(plan: Plan, file: Path) -> None:
     if candidate is None:
         raise SettingsError("expected a layout that fits, found none: change --gpus")
     try:
-        write_whole(file, plan.run_file(candidate))
+        write_whole(file, plan.run_file(candidate, given))
     except OSError as error:
         raise SettingsError(f"expected a file to write to at {file}, found: {error}: change --write") from error
 
@@ -210,37 +219,9 @@ def _entry(plan: Plan, candidate: Candidate) -> dict[str, Any]:
     }
 
 
-def without_derived(settings: Settings) -> dict[str, Any]:
-    """Return the tables of a run without the values that follow from the others, given ones among them.
-
-    >>> without_derived(Settings.model_validate({"sampling": {"max_new_tokens": 16384}}))
-    {'sampling': {'max_new_tokens': 16384}}
-    """
-    values = settings.model_dump(mode="json", exclude_unset=True, exclude_none=True)
-    _drop_derived(values, Settings().model_dump(mode="json"), lambda: Settings.model_validate(values) == settings)
-    return values
-
-
-def _drop_derived(table: dict[str, Any], plain: object, is_same: Callable[[], bool]) -> None:
-    defaults = plain if isinstance(plain, dict) else {}
-    for name, value in list(table.items()):
-        before = dict(table)
-        if isinstance(value, dict):
-            _drop_derived(value, defaults.get(name), is_same)
-        if value if isinstance(value, dict) else value == defaults.get(name):
-            continue
-        del table[name]
-        try:
-            is_derived = is_same()
-        except ValueError:
-            is_derived = False
-        if not is_derived:  # in its place
-            table.clear()
-            table.update(before)
-
-
-def _run_values(settings: Settings, candidate: Candidate, cluster: Cluster) -> dict[str, Any]:
-    values = without_derived(settings)
+def _run_values(given: Mapping[str, Any], settings: Settings, candidate: Candidate, cluster: Cluster) -> dict[str, Any]:
+    """Return the ``given`` tables, in which what the layout decides is replaced."""
+    values = copy.deepcopy(dict(given))
     layout, trainer = candidate.layout, candidate.layout.trainer
     table, rollout = values.setdefault("trainer", {}), values.setdefault("rollout", {})
     table |= {name: getattr(trainer, name) for name in ("zero_stage", "optimizer", "offload")}
@@ -259,11 +240,11 @@ def _run_values(settings: Settings, candidate: Candidate, cluster: Cluster) -> d
         weights["snapshots"] = "sharded"
     in_turn = layout.placement == "shared"  # where weights are always replaced while generation is paused
     weights["shadow"] = "auto" if layout.shadow or in_turn else "bucketed"
-    values.pop("placement", None)
     table.pop("gpus", None)
     rollout.pop("gpus", None)
+    placement = values.pop("placement", {})
     if in_turn:
-        values["placement"] = {"mode": "shared"}
+        values["placement"] = {**placement, "mode": "shared"}
     elif cluster.nodes == 1:
         table["gpus"], rollout["gpus"] = _gpus(layout)
     return values

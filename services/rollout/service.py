@@ -16,12 +16,11 @@ import contextlib
 import dataclasses
 import functools
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import cast
 
 import numpy as np
-from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client import Gauge
 
 from penstock.services.rollout import samples
 from penstock.services.rollout.engines.engine import Engine, GeneratedGroup, GenerationRequest
@@ -32,12 +31,12 @@ from penstock.services.rollout.eval_priority import Precedence
 from penstock.services.rollout.follower import Follower
 from penstock.services.rollout.plausibility import Plausibility
 from penstock.services.rollout.questions import Answering
+from penstock.services.rollout.throughput import Throughput
 from penstock.services.rollout.version_hold import Hold
 from penstock.shared.bus import streams
 from penstock.shared.bus.assembly import bare
 from penstock.shared.bus.crowd import Crowd
 from penstock.shared.bus.messages import (
-    FinishReason,
     Int32Array,
     PolicyVersion,
     Prompt,
@@ -53,45 +52,13 @@ from penstock.shared.process.telemetry import HandlerFailures
 from penstock.shared.traces import TRACES
 from penstock.shared.weights.receiver.puller import Puller
 
-GENERATED_TOKENS = Counter("penstock_rollout_generated_tokens_total", "Tokens generated, by purpose.", ["purpose"])
-GENERATED_SAMPLES = Counter(
-    "penstock_rollout_generated_samples_total", "Completions, or turns of episodes, generated, by purpose.", ["purpose"]
-)
-TRUNCATED_SAMPLES = Counter(
-    "penstock_rollout_truncated_samples_total", "Completions cut at their length limit, by purpose.", ["purpose"]
-)
 IN_PROGRESS = Gauge(
     "penstock_rollout_entries_in_progress", "Entries (samples in training) being generated or waiting for weights."
 )
-GENERATE = Histogram(
-    "penstock_rollout_generate_seconds",
-    "Seconds that the engine spent on an entry, a sample in training, without waiting for its turn.",
-    buckets=(0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000),
-)
-
-RATE_WINDOW_S = 10.0
 _MAX_EVALUATION_GROUPS = 512
 _REGULATE_S = 0.05
 _MANY_TOKENS = 16_384
 """Completions of as many are decoded in a thread, as that takes tens of milliseconds."""
-
-
-@dataclasses.dataclass(slots=True)
-class Rate:
-    """Throughput over ``RATE_WINDOW_S`` monotonic seconds."""
-
-    started_s: float
-    finished: deque[tuple[float, int, int]] = dataclasses.field(default_factory=deque)
-
-    def add(self, now_s: float, samples: int, tokens: int) -> None:
-        self.finished.append((now_s, samples, tokens))
-
-    def per_second(self, now_s: float) -> tuple[float, float]:
-        """Return (samples, tokens) per second."""
-        while self.finished and self.finished[0][0] < now_s - RATE_WINDOW_S:
-            self.finished.popleft()
-        window_s = max(1e-3, min(RATE_WINDOW_S, now_s - self.started_s))
-        return sum(row[1] for row in self.finished) / window_s, sum(row[2] for row in self.finished) / window_s
 
 
 class Generation:
@@ -111,7 +78,7 @@ class Generation:
         self._precedence, self._codec, self._follower = precedence, codec, follower
         self._replica, self._seed = replica, seed
         self._plausibility = plausibility
-        self.rate = Rate(time.monotonic())
+        self.throughput = Throughput(engine)
 
     async def handle(self, prompt: Prompt, purpose: Purpose) -> RolloutGroup:
         """Generate the group of ``prompt`` from the stream of ``purpose``; raises PermanentError or NotHere."""
@@ -135,7 +102,7 @@ class Generation:
             if purpose is Purpose.EVALUATE:
                 await self._follower.check_kept(min_version)
             drawn = await self._engine.generate(request)
-        self._count(purpose, [drawn])
+        self.throughput.count(purpose, [drawn])
         return drawn
 
     async def handle_together(
@@ -166,7 +133,7 @@ class Generation:
                     failed = next(filter(None, (task.exception() for task in done)), failed)
                     made = {place: ended[place].result() for place in sorted(ended) if not ended[place].exception()}
                     if made:
-                        self._count(purpose, list(made.values()))
+                        self.throughput.count(purpose, list(made.values()))
                         names = ",".join(map(str, made))
                         part = await self._made(bare(prompt), token_ids, list(made.values()), purpose, names)
                         await hand_over(dataclasses.replace(part, places=tuple(made)))
@@ -222,17 +189,6 @@ class Generation:
             return self._codec.texts(prompt_token_ids, completions)
         return await asyncio.to_thread(self._codec.texts, prompt_token_ids, completions)
 
-    def _count(self, purpose: Purpose, generated: Sequence[GeneratedGroup]) -> None:
-        samples = [sample for each in generated for sample in each.samples]
-        tokens = sum(len(sample.token_ids) for sample in samples)
-        truncated = sum(sample.finish_reason is FinishReason.LENGTH for sample in samples)
-        GENERATED_TOKENS.labels(purpose.value).inc(tokens)
-        GENERATED_SAMPLES.labels(purpose.value).inc(len(samples))
-        TRUNCATED_SAMPLES.labels(purpose.value).inc(truncated)
-        for each in generated:
-            GENERATE.observe(each.finished_at_s - each.started_at_s)
-        self.rate.add(time.monotonic(), len(samples), tokens)
-
 
 class Rollout:
     """One replica, from start to orderly stop; it owns ``engine`` and ``puller``."""
@@ -268,7 +224,7 @@ class Rollout:
         )
         precedence = Precedence(settings.rollout.max_groups * settings.sampling.group_size)
         generation = Generation(engine, codec, self._follower, precedence, replica, settings.run.seed, plausibility)
-        self._rate = generation.rate
+        self._throughput = generation.throughput
         self._listener = TurnListener(context, engine, codec, generation.draw) if settings.episodes.is_on else None
         self._answering = Answering(bus, replica, generation.handle, self._cordon)
         self._training, self._evaluating = asyncio.Event(), asyncio.Event()
@@ -336,7 +292,7 @@ class Rollout:
     async def _report(self, stop: asyncio.Event, report_s: float) -> None:
         while True:
             held = sum(worker.held for worker in self._workers)
-            samples_per_s, tokens_per_s = self._rate.per_second(time.monotonic())
+            samples_per_s, tokens_per_s = self._throughput.per_second(time.monotonic())
             self._status.values.update(samples_per_s=samples_per_s, tokens_per_s=tokens_per_s, held=float(held))
             self._status.state = self._state(held, stop.is_set())
             self._note_memory(report_s)

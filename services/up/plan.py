@@ -168,8 +168,8 @@ def _executor_prefix() -> str:
     return f"unix:{tempfile.gettempdir()}/penstock-executor-{os.getuid()}-"
 
 
-def metrics_ports(settings: Settings) -> list[tuple[str, int]]:
-    return [("run.metrics_port", port) for port in _ports(settings).values()]
+def metrics_ports(settings: Settings) -> list[int]:
+    return list(_ports(settings).values())
 
 
 def _ports(settings: Settings) -> dict[str, int]:

@@ -256,16 +256,14 @@ def _check_inputs(settings: Settings) -> None:
         if not teacher.url:
             check_complete(teacher.setting, teacher.model)
     check_tokenizer(*settings.policy.tokenizer_source, for_messages=first_rows.check(settings))
-    _check_port(settings.coordinator.host, settings.coordinator.port, "coordinator.port")
-    for setting, port in metrics_ports(settings):
-        _check_port(own_host(settings), port, setting)
+    _check_port(settings.coordinator.host, settings.coordinator.port, "coordinator")
+    for port in metrics_ports(settings) or ([0] if settings.run.host else []):
+        _check_port(own_host(settings), port, "run", "metrics_")
     if settings.bus.url != EMBEDDED:
         asyncio.run(_check_bus(settings.bus.url))
 
 
-def _check_port(host: str, port: int, setting: str) -> None:
-    if port == 0:
-        return
+def _check_port(host: str, port: int, table: str, kind: str = "") -> None:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -273,7 +271,7 @@ def _check_port(host: str, port: int, setting: str) -> None:
             probe.bind((host, port))
         except (OSError, OverflowError) as error:
             raise SettingsError(
-                f"{host}:{port} cannot be used ({error}): change {setting}, or set it to 0 for any"
+                f"{host}:{port} cannot be used ({error}): change {table}.{kind}port (0: any free one) or {table}.host"
             ) from error
 
 

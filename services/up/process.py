@@ -34,6 +34,7 @@ WRONG_SETTINGS = 2
 _LAST_LINES = 15
 _LONGEST_LINE = 300
 _LOG_BYTES = 32 << 20
+_UNREADY_STOP_S = 5.0
 _SENT = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 """Signals of others: the kernel out of memory, an operator."""
 _EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(Error|Exception)\b")
@@ -109,6 +110,11 @@ class Child:
     @property
     def was_ready(self) -> bool:
         return self._was_ready
+
+    @property
+    def stop_s(self) -> float:
+        """How long it may take to stop; what is not ready has no work to finish or give back."""
+        return self.plan.stop_s if self._is_ready else min(_UNREADY_STOP_S, self.plan.stop_s)
 
     def deaths_at(self, step: int) -> int:
         """Return the number of its own deaths in a row since ``step``, each after a short life."""
@@ -210,7 +216,7 @@ class Child:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGTERM)  # not process.send_signal, which reaps it before asyncio can
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self.plan.stop_s):
+            async with asyncio.timeout(self.stop_s):
                 await self._hurry.wait()
         kill_group(process.pid)
 

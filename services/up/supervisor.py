@@ -160,7 +160,7 @@ class Supervisor:
         return STOP_ORDER_AT_ONCE
 
     def _tell_what_is_waited_for(self, children: Sequence[Child]) -> None:
-        longest_s = max(child.plan.stop_s for child in children)
+        longest_s = max(child.stop_s for child in children)
         self._tell(
             f"waiting up to {longest_s:.0f} s for {', '.join(child.plan.name for child in children)} to finish work or "
             "give it back (bus.drain_s)"

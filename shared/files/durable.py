@@ -105,6 +105,11 @@ def free_bytes(folder: Path) -> int:
     return filesystem.f_bavail * filesystem.f_frsize
 
 
+def usable_bytes(folder: Path) -> int:
+    """Return the free space without what the run's records need."""
+    return max(0, free_bytes(folder) - LEAST_BYTES)
+
+
 def no_space(folder: Path) -> str:
     """Return the sentence that the disk of ``folder``, which may not exist yet, is full, or ""."""
     return "" if free_bytes(existing(folder)) >= LEAST_BYTES else f"no space left on the disk of {folder}"

@@ -394,6 +394,7 @@ def test_a_run_is_one_line_in_a_log() -> None:
 def test_before_its_first_step_a_run_shows_what_is_in_flight_and_no_speed_of_0() -> None:
     begun = RunView.model_validate(RUN | {"step": 0, "tokens_per_s": 0.0, "last": {}})
     assert "  – tokens/s" in view.line(begun)
+    assert "  – tokens/s, 1,234 drawn" in view.line(begun.model_copy(update={"drawn_tokens_per_s": 1234.0}))
     replica = ReplicaView(service="rollout", replica="rollout-0", state="working", values={"held": 12.0})
     assert view.row_of(replica).note == "12 in flight"
     assert view.row_of(replica.model_copy(update={"values": {"held": 0.0}})).note == ""

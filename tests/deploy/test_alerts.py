@@ -108,7 +108,7 @@ FAULTS = (
     Fault("PenstockRunPaused", {f'penstock_coordinator_run_state{{{RUN},state="paused"}}': "0x5 1x60"}, 20, 40, RUN),
     Fault(
         "PenstockGenerationSlow",
-        RUNNING | {f'penstock_rollout_generated_tokens_total{{{RUN},purpose="train"}}': "0+6000x60 360600+600x40"},
+        RUNNING | {f"penstock_rollout_drawn_tokens_total{{{RUN}}}": "0+6000x60 360600+600x40"},
         58,
         85,
         RUN,

@@ -25,14 +25,14 @@ from penstock.services.plan.layouts import GpuLayout, Placement
 from penstock.services.plan.measured import measured
 from penstock.services.plan.memory import peak
 from penstock.services.plan.rates import checkpoint_seconds, transfer_seconds
-from penstock.services.plan.report import without_derived, write
+from penstock.services.plan.report import write
 from penstock.services.plan.workload import workload_of
 from penstock.services.up import disk_space
 from penstock.services.up.disk_space import checkpoint_notice
 from penstock.services.up.display import view
 from penstock.services.up.display.summary import text as closing
 from penstock.shared.errors import SettingsError
-from penstock.shared.settings import Settings, load, loads
+from penstock.shared.settings import Settings, given_tables, load, loads
 from tests.support import tiny
 
 ROOT = Path(__file__).parents[2]
@@ -100,7 +100,7 @@ def test_models_that_no_gpu_holds_are_planned_in_shares_and_start_as_written(
     trainer = best.layout.trainer
     assert (best.layout.placement, trainer.zero_stage, trainer.sharded) == ("separate", 3, True)
     assert all(peak(table) <= plan.planner.limit_bytes * 1.0001 for table in best.memory.values())
-    report.write(plan, tmp_path / "run.toml")
+    report.write(plan, {}, tmp_path / "run.toml")
     written = load(tmp_path / "run.toml", environment={})
     assert (written.weights.snapshots, written.trainer.zero_stage) == ("sharded", 3)
     assert written.trainer.ranks == 8
@@ -116,7 +116,7 @@ def test_micro_batches_hold_the_longest_sample(tmp_path: Path) -> None:
     plan = make(settings_of(None, flags), "8xH200", "7b")
     assert plan.planner.own.trainer.micro_batch_tokens == 40_256
     assert "trainer.micro_batch_tokens = 40,256, for the longest sample" in report.text(plan)
-    report.write(plan, tmp_path / "run.toml")
+    report.write(plan, given_tables(None, flags), tmp_path / "run.toml")
     assert load(tmp_path / "run.toml", environment={}).trainer.micro_batch_tokens == 40_256
     together = make(settings_of(None, [*flags, "--trainer.ranks=4", "--trainer.sequence_parallel=4"]), "8xH200", "7b")
     assert together.planner.own.trainer.micro_batch_tokens == 16_384, "four ranks hold 65,536 tokens"
@@ -143,26 +143,29 @@ def test_the_command_prints_json_and_writes_what_the_settings_accept(
     assert (written.trainer.ranks, replicas) == (4, 4) if in_turn else written.trainer.ranks + replicas == 4
 
 
-def test_the_written_file_has_no_value_that_follows_from_the_others(tmp_path: Path) -> None:
-    flags = ["--sampling.max_new_tokens", "16384", "--run.seed", "0", "--algorithm.max_lag", "2"]
-    settings = settings_of(None, flags)
-    assert settings.algorithm.on_stale == "mask", "which follows from the length"
-    write(make(settings, "8xH100", "7b"), tmp_path / "run.toml")
+def test_the_written_file_has_the_given_values_and_none_that_follows_from_them(tmp_path: Path) -> None:
+    (tmp_path / "given.toml").write_text(
+        '[algorithm]\npreset = "dapo"\nmax_lag = 1\non_stale = "mask"\n[run]\nseed = 0\n'
+        "[evaluation]\ntimeout_s = 819.2\n"
+        '[[reward.scorers]]\nkind = "answer"\n[guards.limits]\nkl = 0.5\n'
+    )
+    flags = ["--sampling.max_new_tokens", "16384", "--algorithm.max_lag", "2"]
+    config = tmp_path / "given.toml"
+    settings = settings_of(config, flags)
+    assert settings.internal.stale_wait_s == settings.guards.limits["stalled"] == 16384 * 0.05, "from the length"
+    write(make(settings, "8xH100", "7b"), given_tables(config, flags), tmp_path / "run.toml")
     tables = tomllib.loads((tmp_path / "run.toml").read_text())
-    assert {
-        name: tables.get(name) for name in ("run", "sampling", "algorithm", "guards", "internal", "evaluation")
-    } == {
+    decided = ("trainer", "rollout", "weights", "placement")
+    assert {name: table for name, table in tables.items() if name not in decided} == {
+        "algorithm": {"preset": "dapo", "max_lag": 2, "on_stale": "mask"},
+        "evaluation": {"timeout_s": 819.2},  # follows from the length, too, but given
         "run": {"seed": 0},  # the default, but given
         "sampling": {"max_new_tokens": 16384},
-        "algorithm": {"max_lag": 2},
-        "guards": None,
-        "internal": None,
-        "evaluation": None,
+        "reward": {"scorers": [{"kind": "answer"}]},  # its name follows
+        "guards": {"limits": {"kl": 0.5}},
     }
     written = load(tmp_path / "run.toml", environment={})
     assert (written.algorithm, written.guards) == (settings.algorithm, settings.guards)
-    preset = loads('[algorithm]\npreset = "dapo"', "run.toml")
-    assert without_derived(preset) == {"algorithm": {"preset": "dapo"}}
 
 
 def test_models_of_the_reward_service_on_a_gpu_are_said_not_to_be_counted() -> None:

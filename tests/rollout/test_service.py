@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from prometheus_client import REGISTRY
 
 from penstock.services.rollout.engines.engine import EngineDied, GeneratedGroup, GenerationRequest
 from penstock.services.rollout.engines.prompts import CharacterCodec
@@ -22,7 +23,8 @@ from penstock.services.rollout.engines.scripted import ScriptedEngine
 from penstock.services.rollout.eval_priority import Precedence
 from penstock.services.rollout.follower import Follower
 from penstock.services.rollout.plausibility import Plausibility
-from penstock.services.rollout.service import Rate, Rollout, seed_of, seeds_of
+from penstock.services.rollout.service import Rollout, seed_of, seeds_of
+from penstock.services.rollout.throughput import Throughput
 from penstock.shared.bus import streams
 from penstock.shared.bus.bus import Bus, Delivery
 from penstock.shared.bus.encoding import wire
@@ -353,12 +355,40 @@ async def test_a_scripted_swap_falls_between_two_steps() -> None:
     assert sample.finish_reason is FinishReason.LENGTH
 
 
-def test_rates_are_those_of_the_recent_seconds() -> None:
-    rate = Rate(started_s=100.0)
-    rate.add(101.0, samples=16, tokens=64)
-    assert rate.per_second(104.0) == (4.0, 16.0)
-    assert rate.per_second(110.5) == (1.6, 6.4)
-    assert rate.per_second(120.0) == (0.0, 0.0)
+async def test_rates_are_those_of_the_recent_seconds() -> None:
+    engine = ScriptedEngine(lambda *_: ("abc", 1.0))
+    throughput = Throughput(engine)
+    assert throughput.per_second(100.0) == (0.0, 0.0)
+    await engine.swap(PolicyVersion(7))
+    sampling = Sampling(samples=16, max_new_tokens=4, temperature=1.0)
+    throughput.count(Purpose.TRAIN, [await engine.generate(GenerationRequest(np.array([49], np.int32), sampling))])
+    assert throughput.per_second(104.0) == (4.0, 16.0)
+    engine.drawn_tokens = 84
+    assert throughput.per_second(110.0) == (1.6, 8.4)
+    assert throughput.per_second(114.0) == (0.0, 2.0), "since 104"
+
+
+async def test_tokens_of_an_unfinished_sample_are_counted_as_they_are_drawn(bus: Bus, tmp_path: Path) -> None:
+    drawn, more = 0, asyncio.Event()
+
+    async def hold() -> None:
+        nonlocal drawn
+        drawn += 1
+        if drawn >= 3:
+            await more.wait()
+
+    def counted() -> float:
+        return REGISTRY.get_sample_value("penstock_rollout_drawn_tokens_total") or 0.0
+
+    before, status = counted(), Status()
+    await announce(bus, tmp_path, 0)
+    await put(bus, builders.prompt(1))
+    serving = Serving(rollout(bus, ScriptedEngine(lambda *_: ("abcdef", 1.0), pause=hold), status))
+    await until(lambda: status.values.get("tokens_per_s", 0.0) > 0)
+    await until(lambda: counted() > before)
+    assert status.values["samples_per_s"] == 0
+    more.set()
+    await serving.end()
 
 
 async def start(folder: Path, server: Server, run_id: str, settings: str) -> asyncio.subprocess.Process:

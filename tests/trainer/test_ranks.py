@@ -145,7 +145,7 @@ def test_ranks_that_run_sequences_one_by_one_make_the_packed_steps_of_one(
 
 def test_a_checkpoint_for_which_a_disk_has_room_for_one_rank_alone_is_not_begun(two: dict[str, Any]) -> None:
     refusal, written, none, whole = two["crowded"]["errors"]
-    assert re.search(r"/second needs [\d,]+ bytes of all ranks, and [\d,]+ are free$", refusal)
+    assert re.search(r"/second needs [\d,]+ bytes of all ranks, and [\d,]+ are free for them$", refusal)
     assert (written, none, whole) == ("0", "", str(two["crowded"]["files"]))
 
 

@@ -23,6 +23,7 @@ from penstock.shared.bus.bus import Bus
 from penstock.shared.bus.messages import PolicyVersion
 from penstock.shared.bus.stores.replicas.heartbeats import SERVICE, Heartbeat, beat_once
 from penstock.shared.bus.stores.replicas.live_settings import Live
+from penstock.shared.files import durable
 from penstock.shared.files.durable import LEAST_BYTES, UpdatedFile, write_whole
 from penstock.shared.process.telemetry import Status, tell
 from tests.conftest import until
@@ -126,6 +127,12 @@ def test_a_start_that_finds_no_room_is_a_sentence_with_the_setting(
     assert code == 2
     assert said.startswith(f"penstock up: could not write a run in {disk.folder}")
     assert said.endswith("free disk space there, or change run.folder\n")
+
+
+def test_the_free_space_that_is_said_is_what_a_file_may_take(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for free, usable in ((0, 0), (LEAST_BYTES - 1, 0), (LEAST_BYTES + 7, 7)):
+        monkeypatch.setattr(durable, "free_bytes", lambda _, free=free: free)
+        assert durable.usable_bytes(tmp_path) == usable
 
 
 async def test_a_server_that_cannot_write_its_data_is_waited_for_and_not_taken_for_a_bug(bus: Bus) -> None:

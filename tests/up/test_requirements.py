@@ -109,6 +109,13 @@ def test_held_out_rows_without_the_columns_are_refused_by_the_setting_of_their_s
     assert "or change evaluation.path.sums or the columns" in refusal(config, '--evaluation.path={sums="held.jsonl"}')
 
 
+@pytest.mark.parametrize("setting", ["coordinator.host", "run.host"])
+def test_an_address_that_this_machine_does_not_have_is_refused_for_any_port(config: Path, setting: str) -> None:
+    told = refusal(config, f"--{setting}=192.0.2.1")
+    assert told.startswith("192.0.2.1:0 cannot be used (")
+    assert told.endswith(f" or {setting}")
+
+
 def test_a_missing_gpu_is_refused_where_one_is_required(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(requirements, "driver", lambda: DRIVERLESS)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")

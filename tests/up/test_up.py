@@ -326,7 +326,7 @@ async def test_the_console_says_which_process_a_stop_waits_for(up: Up) -> None:
     up.script("coordinator-0", COORDINATOR)
     up.script("rollout-0", slow)
     up.start()
-    await until(lambda: (up.run_folder / "rollout-0.heeds").exists())
+    await until(lambda: (up.run_folder / "rollout-0.heeds").exists() and up.ready("rollout-0"))
     up.signal(signal.SIGTERM)
     said = "waiting up to 180 s for rollout-0 to finish work or give it back (bus.drain_s)"
     await until(lambda: said in up.output.read_text())
@@ -502,14 +502,29 @@ async def test_a_finished_run_ends_by_itself_with_code_0(up: Up) -> None:
     assert "finished step 3/3" in output
 
 
-async def test_a_second_interrupt_ends_what_does_not_stop(up: Up) -> None:
-    up.script(
-        "rollout-0",
-        "import os, signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-        "open(os.environ['RUN'] + '/deaf.txt', 'w')\ntime.sleep(1000)",
-    )
+DEAF = """
+import os, signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+open(os.environ["RUN"] + "/deaf.txt", "w")
+time.sleep(1000)
+"""
+
+
+async def test_a_stop_does_not_wait_for_a_process_that_is_not_ready(up: Up) -> None:
+    up.script("rollout-0", DEAF)
     up.start()
     await until(lambda: (up.run_folder / "deaf.txt").exists())
+    up.signal(signal.SIGINT)
+    code, output = up.wait()
+    assert code == 130
+    assert "waiting up to 5 s for rollout-0" in output, "not the 180 s of one that is ready"
+
+
+async def test_a_second_interrupt_ends_what_does_not_stop(up: Up) -> None:
+    up.script("coordinator-0", COORDINATOR)
+    up.script("rollout-0", DEAF)
+    up.start()
+    await until(lambda: (up.run_folder / "deaf.txt").exists() and up.ready("rollout-0"))
     pids = [up.pid(name) for name in up.table()]
     up.signal(signal.SIGINT)
     await until(lambda: up.table()["rollout-0"]["state"] == "stopping")

@@ -57,6 +57,14 @@ def read(source: str, setting: str) -> Iterator[tuple[str, DatasetRow]]:
         raise SettingsError(f"could not read the dataset at {path}: {error}: change {setting}") from error
 
 
+def begin(source: str, setting: str, most_rows: int) -> Iterator[tuple[str, DatasetRow]]:
+    """Read the first rows; of a dataset on a hub maybe fewer."""
+    if (on_hub := hub_dataset(source)) is not None:
+        yield from hub.begin(on_hub, setting, most_rows)
+    else:
+        yield from itertools.islice(read(source, setting), most_rows)
+
+
 def _lines(path: Path) -> Iterator[tuple[str, DatasetRow]]:
     with path.open("rb") as file:
         for number in itertools.count(1):

@@ -3,7 +3,9 @@
 Files are kept in the cache of the library `datasets`, which reads data only: no code of a dataset runs.
 """
 
-from collections.abc import Iterator
+import contextlib
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from penstock.shared.dataset_source import HubDataset
@@ -13,11 +15,24 @@ from penstock.shared.http.hub import bound_hub
 
 
 def read(dataset: HubDataset, setting: str) -> Iterator[tuple[str, dict[str, object]]]:
-    for number, row in enumerate(_load(dataset, setting), start=1):
+    yield from _named(dataset, _load(dataset, setting))
+
+
+def begin(dataset: HubDataset, setting: str, most_rows: int) -> list[tuple[str, dict[str, object]]]:
+    """Return the first rows without downloading the others; fewer where the library cannot read them so."""
+    rows: list[tuple[str, dict[str, object]]] = []
+    streamed = itertools.islice(_load(dataset, setting, streaming=True), most_rows)
+    with contextlib.suppress(Exception):  # of the library's readers
+        rows.extend(_named(dataset, streamed))
+    return rows
+
+
+def _named(dataset: HubDataset, rows: Iterable[Mapping[str, object]]) -> Iterator[tuple[str, dict[str, object]]]:
+    for number, row in enumerate(rows, start=1):
         yield f"{dataset.repository}/{dataset.split}:{number}", dict(row)
 
 
-def _load(dataset: HubDataset, setting: str) -> Any:
+def _load(dataset: HubDataset, setting: str, *, streaming: bool = False) -> Any:
     try:
         import datasets
     except ImportError as error:
@@ -33,6 +48,7 @@ def _load(dataset: HubDataset, setting: str) -> Any:
             dataset.configuration or None,
             split=dataset.split,
             revision=dataset.revision or None,
+            streaming=streaming,
         )
     except Exception as error:  # the library raises whatever its HTTP client and readers raise
         sentence = " ".join(str(error).split())[:300] or type(error).__name__

@@ -44,7 +44,14 @@ _MARKS |= {"policy released": ("released", True), "policy withdrawn": ("released
 _UNMARKED: dict[str, Any] = {"state": PolicyState.RETIRED, "checkpoint": None, "pinned": False, "released": False}
 _UNMARKED |= {"location": "", "source": "", "manifest_digest": "", "settings_revision": 0}
 _ENDED: dict[str, Any] = {"closed": True, "recorded": True, "bus_full": "", "guards": [], "bound": "", "self_tests": {}}
-_ENDED |= {"groups_in_flight": 0, "slots": 0, "dead": 0, "eta_s": None, "settings_revision": 0}
+_ENDED |= {
+    "groups_in_flight": 0,
+    "slots": 0,
+    "dead": 0,
+    "eta_s": None,
+    "settings_revision": 0,
+    "drawn_tokens_per_s": 0.0,
+}
 _UNKNOWN: dict[str, Any] = {
     "reason": "",
     "head": None,

@@ -245,6 +245,9 @@ class Monitor:
             history=_history(self._history),
             evaluations=list(views.values()),
             tokens_per_s=metrics.get("tokens_per_s") or 0.0,
+            drawn_tokens_per_s=sum(
+                beat.values.get("tokens_per_s", 0.0) for beat in self._beats if beat.service == "rollout"
+            ),
             started_at_s=status.created_at_s,
             training_s=training_seconds(status, steps, time.time()),
             eta_s=eta_s(status, steps, [report.metrics.get("step_s") for report in self._history]),

@@ -135,6 +135,10 @@ class Engine(Protocol):
         """``host:port`` at which this replica serves weights; empty if it keeps no copy to serve."""
 
     @property
+    def drawn_tokens(self) -> int:
+        """Tokens drawn since the process started, those of unfinished samples, too."""
+
+    @property
     def held(self) -> Sequence[Held]:
         """What each rank holds on its device, as last measured."""
 

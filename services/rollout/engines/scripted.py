@@ -66,6 +66,7 @@ class ScriptedEngine:
         self._pause = pause
         self._received = receive
         self.torn = False
+        self.drawn_tokens = 0
         self.update: UpdateMode = "inflight"
         self._version: PolicyVersion | None = None
         self._closed = False
@@ -88,6 +89,7 @@ class ScriptedEngine:
         versions: list[PolicyVersion] = []
         for _ in range(longest):
             versions.append(self._version)
+            self.drawn_tokens += sampling.samples
             await (asyncio.sleep(0) if self._pause is None else self._pause())
         samples = tuple(_sample(text, probability, sampling.max_new_tokens, versions) for text, probability in said)
         return GeneratedGroup(samples, started_at_s, time.time())

@@ -255,8 +255,8 @@ class CheckpointStore:
         for file in stored.files:
             _check_size(file, stored, listed)
         missing = [file for file in stored.files if not _is_there(beside / file.name, file)]
-        free_bytes = durable.free_bytes(durable.existing(beside)) - durable.LEAST_BYTES
-        if (nbytes := sum(file.nbytes for file in missing)) > max(0, free_bytes):
+        free_bytes = durable.usable_bytes(durable.existing(beside))
+        if (nbytes := sum(file.nbytes for file in missing)) > free_bytes:
             raise StoreError(
                 f"expected {nbytes:,} bytes of free space in {beside.parent} for {stored.uri}, found {free_bytes:,}: "
                 f"free disk space there"

@@ -307,7 +307,7 @@ class TrainingEngine:
         the copies of all its ranks; collective.
         """
         there, host = durable.existing(folder), socket.gethostname()
-        disk, free_bytes = f"{host} {there.stat().st_dev}", durable.free_bytes(there)
+        disk, free_bytes = f"{host} {there.stat().st_dev}", durable.usable_bytes(there)
         storages, optimizer = Storages(), self._engine.optimizer
         masters = getattr(optimizer, "fp32_partitioned_groups_flat", [])  # at stage 3
         own_bytes = storages.add(tensors_in([_states(optimizer), optimizer.param_groups, masters]))
@@ -319,9 +319,9 @@ class TrainingEngine:
         if not copies:
             log.warning("training waits for its checkpoint", extra={"reason": _no_memory(copied)})
         needed = sum(nbytes for _, of, nbytes, _ in of_ranks if of == disk)
-        if self.ranks == 1 or needed <= free_bytes - durable.LEAST_BYTES:
+        if self.ranks == 1 or needed <= free_bytes:
             return "", copies
-        return f"{folder} needs {needed:,} bytes of all ranks, and {free_bytes:,} are free", copies
+        return f"{folder} needs {needed:,} bytes of all ranks, and {free_bytes:,} are free for them", copies
 
     def gathered(self, value: T) -> list[T]:
         """Return every rank's ``value``; collective."""

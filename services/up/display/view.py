@@ -159,9 +159,14 @@ def _flight(run: RunView) -> Text:
 
 
 def _speed(run: RunView) -> Text:
-    line = f"{number(run.tokens_per_s or None, 0)} tokens/s  {number(last(run, 'samples_per_s'), 0)} samples/s"
+    line = f"{_tokens(run)}  {number(last(run, 'samples_per_s'), 0)} samples/s"
     gpu_hours = f"  {number(run.gpu_hours, 1)} GPU-hours" if run.gpu_hours else ""
     return Text(f"{line}  for {duration(run.training_s)}{gpu_hours}")
+
+
+def _tokens(run: RunView) -> str:
+    drawn = f", {number(run.drawn_tokens_per_s, 0)} drawn" if run.drawn_tokens_per_s else ""
+    return f"{number(run.tokens_per_s or None, 0)} tokens/s{drawn}"
 
 
 def _streams(run: RunView) -> Text:
@@ -226,7 +231,7 @@ def line(run: RunView, rows: Sequence[ViewRow] = ()) -> str:
         parts.append(f"pairs ordered {share:.0%}")
     parts.append(f"held-out {number(_newest_accuracy(run.evaluations))}")
     parts += [f"in flight {run.groups_in_flight}/{run.slots}", f"lag {number(last(run, 'lag_mean'), 2)}"]
-    parts.append(f"{number(run.tokens_per_s or None, 0)} tokens/s")
+    parts.append(_tokens(run))
     parts += [f"eta {duration(run.eta_s)}"] if run.eta_s is not None and not run.ended else []
     return "  ".join(parts)
 

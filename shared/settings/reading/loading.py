@@ -52,10 +52,15 @@ def loads(toml: str, name: str, flags: Sequence[str] = (), environment: Mapping[
 
 def is_given(key: str, path: Path, flags: Sequence[str] = ()) -> bool:
     """Return whether the file, the environment or a flag sets ``key`` to another value than false, 0 or an empty one."""
-    value: object = _values(_read(path), str(path), flags, os.environ)
+    value: object = given_tables(path, flags)
     for part in key.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
     return bool(value)
+
+
+def given_tables(path: Path | None, flags: Sequence[str] = ()) -> dict[str, Any]:
+    """Return what the file, the environment and flags set, without what follows from it."""
+    return _values("" if path is None else _read(path), str(path or "settings"), flags, os.environ)
 
 
 def _values(toml: str, name: str, flags: Sequence[str], environment: Mapping[str, str]) -> dict[str, Any]:

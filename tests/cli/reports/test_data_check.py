@@ -140,6 +140,27 @@ def test_a_run_pins_its_hub_datasets_to_a_commit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("files", "refusal"),
+    [
+        ({"train.jsonl": b'{"question": "1+1=", "answer": 2}\n' * 9}, "own/sums/train:1: expected a column 'prompt'"),
+        ({"validation.jsonl": TRAIN}, "found: Bad split: train"),
+        ({"train.jsonl": TRAIN}, ""),
+    ],
+)
+def test_up_reads_the_first_rows_of_a_dataset_on_a_hub_before_it_starts_a_process(
+    tmp_path: Path, files: dict[str, bytes], refusal: str
+) -> None:
+    asked = f"--run.folder={tmp_path}/runs", "--bus.url=redis://127.0.0.1:9", "--data.filter="
+    config = settings(tmp_path, "hf://own/sums:train")
+    with hub("own/sums", files) as url:
+        ended = python(tmp_path, url, "-m", "penstock.services.cli", "up", config, *asked)
+    assert ended.returncode == 2
+    assert refusal in ended.stderr
+    assert ("no Redis or Valkey server answers" in ended.stderr) == (not refusal), "which is checked after the data"
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
     ("tokens", "rows"),
     [
         ([3], ["3: 1 ████████████████████████████████████████"]),

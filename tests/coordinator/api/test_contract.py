@@ -70,7 +70,18 @@ RUN_FIELDS = {
         "newest_version",
     ),
     *("groups_in_flight", "slots", "cursor", "streams", "counts", "dead", "last", "lag_counts", "history"),
-    *("evaluations", "tokens_per_s", "started_at_s", "training_s", "eta_s", "gpu_hours", "bus", "guards", "notices"),
+    *(
+        "evaluations",
+        "tokens_per_s",
+        "drawn_tokens_per_s",
+        "started_at_s",
+        "training_s",
+        "eta_s",
+        "gpu_hours",
+        "bus",
+        "guards",
+        "notices",
+    ),
     *("settings_revision", "self_tests", "bound"),
 }
 

@@ -204,6 +204,16 @@ def test_a_group_is_whole_before_longer_groups_of_its_batch_are() -> None:
     assert decoding.finished
 
 
+async def test_drawn_tokens_are_counted_at_each_step(engine: TransformersEngine) -> None:
+    await weights.load(engine, tiny.model().named_parameters(), 0)
+    long = asyncio.ensure_future(engine.generate(request(5, samples=2, max_new_tokens=400)))
+    await until(lambda: engine.drawn_tokens > 20)
+    assert not long.done()
+    others = await asyncio.gather(*(engine.generate(request(6, samples=n, max_new_tokens=3 * n)) for n in (1, 4)))
+    groups = [await long, *others]
+    assert engine.drawn_tokens == sum(len(sample.token_ids) for group in groups for sample in group.samples) == 851
+
+
 def test_a_prompt_is_prefilled_once_for_all_of_its_samples() -> None:
     model, rows = tiny.model(), []
     model.register_forward_pre_hook(lambda *call: rows.append(tuple(call[2]["input_ids"].shape)), with_kwargs=True)

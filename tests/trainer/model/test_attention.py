@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import gc
 import importlib.util
 from collections.abc import Callable
 from typing import Any
@@ -122,7 +123,7 @@ def test_a_window_is_of_positions_across_prompt_and_completion() -> None:
     segments = Segments(*(np.array(numbers) for numbers in ([0, 4, 6], [4, 2, 1], [-1, 0, 0])))
     assert segments.positions.tolist() == [0, 1, 2, 3, 4, 5, 4]
     (rectangle,), _ = attention_layout.rectangles(segments, CPU, Pattern("window", 3))
-    assert rectangle.mask_GQK is not None
+    assert isinstance(rectangle.mask_GQK, Tensor)
     seen = {}
     for query, mask in zip(rectangle.queries_GQ[0].tolist(), rectangle.mask_GQK[0], strict=True):
         seen[query] = rectangle.keys_GK[0][mask].tolist()
@@ -149,6 +150,25 @@ def test_a_mask_is_never_as_large_as_the_square_of_its_row(pattern: Pattern) -> 
     assert max(sizes) <= 1 << 22
     reach = {"causal": 28_000, "window": 1024, "chunk": 6144}[pattern.kind]
     assert sum(sizes) <= 28_000 * reach * 1.5
+
+
+def test_capped_scores_keep_no_masks_and_keys_of_a_long_row() -> None:
+    # masks of 41 million pairs
+    segments = Segments(*(np.array(f) for f in ([0, 20, 5_020], [20, 5_000, 4_000], [-1, 0, 0])))
+    q, k, v = (torch.zeros(1, 1, 9_020, 8, requires_grad=True) for _ in range(3))
+    saved: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
+    gc.collect()
+    before = {id(each) for each in gc.get_objects()}
+    layout = PackedLayout(segments, "mask", CPU)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = layout.attend(q, k, v, CAUSAL, Extras(softcap=1.5))
+    kept = [each for each in gc.get_objects() if isinstance(each, Tensor) and id(each) not in before]
+    assert sum({each.data_ptr(): each.numel() for each in (*kept, *saved)}.values()) < 10 * out.numel()
 
 
 def test_long_completions_of_a_short_prompt_need_no_mask() -> None:

@@ -162,7 +162,8 @@ def test_a_file_for_which_the_disk_has_no_room_is_not_begun(
     nbytes = largest.stat().st_size
     monkeypatch.setattr(durable, "free_bytes", lambda _: durable.LEAST_BYTES + int(0.85 * nbytes))
     assert re.search(
-        rf"{largest.name} needs [\d,]+ bytes, and [\d,]+ are free$", stepper.engine.save(tmp_path / "second")().error
+        rf"{largest.name} needs [\d,]+ bytes, and [\d,]+ are free for it$",
+        stepper.engine.save(tmp_path / "second")().error,
     )
     assert not list((tmp_path / "second").rglob(largest.name))
     monkeypatch.setattr(durable, "free_bytes", lambda _: durable.LEAST_BYTES + nbytes)

@@ -13,14 +13,17 @@ export function drawFlow(node, run, services, maxLag, look) {
   const stage = (name, replicas, rows) => stageOf(name, replicas, rows, look, () => drawFlow(node, run, services, maxLag, look));
   const rates = ratesOf(run);
   const of = (name) => services.filter((one) => one.service === name);
-  redraw(node, [run.step, run.streams, run.last, run.head, rates, services.map(signs), maxLag, run.state, run.slots, run.cursor, [...unfolded]], () => [
+  redraw(node, [run.step, run.streams, run.last, run.head, run.drawn_tokens_per_s, rates, services.map(signs), maxLag, run.state, run.slots, run.cursor, [...unfolded]], () => [
     stage("coordinator", of("coordinator"), [
       pair("in flight", `${run.groups_in_flight} of ${run.slots}`),
       pair("admitted", figure(run.cursor)),
       pair("admitted a second", figure(rates.admitted)),
     ]),
     pipe("prompts", run, rates.admitted),
-    stage("rollout", of("rollout"), [pair("a group takes", seconds(run.last.generate_s_mean))]),
+    stage("rollout", of("rollout"), [
+      pair("a group takes", seconds(run.last.generate_s_mean)),
+      pair("tokens drawn a second", figure(run.drawn_tokens_per_s)),
+    ]),
     pipe("rollouts", run, rates.generated),
     stage("reward", of("reward"), [pair("a group takes", seconds(run.last.score_s_mean))]),
     pipe("experience", run, rates.scored),

@@ -84,6 +84,8 @@ class Batch:
         temperatures_N = np.repeat([sampling.temperature for sampling in samplings], samples)
         self._greedy_N = temperatures_N == 0
         rows, longest = len(limits_N), int(limits_N.max())
+        self.unfinished = rows
+        """Rows that the next step draws a token of."""
 
         self._stop = torch.tensor(tokens.stop, dtype=torch.long, device=device)
         self._limit_n = torch.from_numpy(limits_N).to(device)
@@ -137,8 +139,9 @@ class Batch:
         self._record(token_n, logprob_n)
         self._input_ids = token_n.unsqueeze(1)
         done_n = self._done_n.cpu().numpy()
+        self.unfinished = len(done_n) - int(done_n.sum())
         whole = self._whole(done_n)
-        if not self.finished and 2 * int(done_n.sum()) >= len(done_n):
+        if not self.finished and 2 * self.unfinished <= len(done_n):
             self._compact(done_n)
         return whole
 

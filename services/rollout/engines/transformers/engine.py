@@ -101,6 +101,7 @@ class TransformersEngine:
         self._shadow = Shadow(opened, host, deadline_s, secret)
         self._ladder = Ladder(opened, self._shadow)
         self._decoding: Batch | None = None
+        self.drawn_tokens = 0
         self._measured_s = -math.inf
         self._receiving = ThreadPoolExecutor(1, "weights", self._set_threads)
         self._held_swaps: list[Swap] = []
@@ -308,7 +309,9 @@ class TransformersEngine:
         while not decoding.finished and self._wait_while_away():
             if self._version is None:
                 raise EngineDied("expected weights before the first request: a bug")
+            drawn_tokens = decoding.unfinished
             whole = decoding.step(self._version)
+            self.drawn_tokens += drawn_tokens
             if time.monotonic() - self._measured_s > _MEASURE_S:
                 self._measure()
             if whole:

@@ -23,7 +23,7 @@ from collections.abc import AsyncIterator, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from prometheus_client import Gauge
+from prometheus_client import REGISTRY, Gauge
 
 from penstock.services.rollout.engines.engine import (
     EngineDied,
@@ -52,6 +52,8 @@ LOGPROBS_CAPTURED = Gauge(
     "1 while vLLM's workers note logprobs on the device, 0 while vLLM returns them at the cost of much of the rate.",
 )
 
+_DRAWN_TOKENS = "vllm:generation_tokens_total"
+"""What vLLM counts in this process at each step, of all engines."""
 _CLOSE_S = 10.0
 _WORD_S = 2.0
 """If vLLM reports the failure first, the worker's death follows within milliseconds."""
@@ -140,6 +142,11 @@ class VllmEngine:
     @property
     def version(self) -> PolicyVersion | None:
         return self._version
+
+    @property
+    def drawn_tokens(self) -> int:
+        counted = REGISTRY.restricted_registry([_DRAWN_TOKENS]).collect()
+        return sum(int(sample.value) for metric in counted for sample in metric.samples if sample.name == _DRAWN_TOKENS)
 
     # ---------------------------------------------------------------- generating
 

@@ -14,12 +14,14 @@ Shapes: ``B`` 1, ``H`` heads, ``T`` tokens, ``N`` trained tokens, ``D`` a head's
 
 import contextvars
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from penstock.services.trainer.batch.packing import MicroBatch
 from penstock.services.trainer.batch.segments import Segments
@@ -81,7 +83,7 @@ class PackedLayout:
         self._kind = kind
         self._device = device
         self._ranks = ranks
-        self._rectangles: dict[tuple[Pattern, bool], tuple[list[Rectangle], Tensor]] = {}
+        self._rectangles: dict[tuple[Pattern, bool, bool], tuple[list[Rectangle], Tensor]] = {}
         self._ragged: dict[bool, Ragged] = {}
         self.used = 0
         self.longest = int((segments.before + segments.lengths_K).max())
@@ -139,20 +141,31 @@ class PackedLayout:
         return attend_ragged(kind, query, key, value, self._ragged[sinks], extras, pattern.size)
 
     def _by_rectangle(self, query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, extras: Extras) -> Tensor:
-        masked = extras.softcap is not None or extras.sinks_H is not None
-        if (pattern, masked) not in self._rectangles:
-            self._rectangles[pattern, masked] = rectangles(self._segments, self._device, pattern, masked=masked)
-        laid_out, places_T = self._rectangles[pattern, masked]
-        parts = [_attend(rectangle, query, key, value, extras) for rectangle in laid_out]
+        masked, capped = extras.sinks_H is not None, extras.softcap is not None
+        key_of = (pattern, masked, capped)
+        if key_of not in self._rectangles:
+            self._rectangles[key_of] = rectangles(self._segments, self._device, pattern, masked=masked, capped=capped)
+        laid_out, places_T = self._rectangles[key_of]
+        attend = functools.partial(_recomputed, _attend) if capped else _attend
+        parts = [attend(rectangle, query, key, value, extras) for rectangle in laid_out]
         whole = torch.cat(parts) if len(parts) > 1 else parts[0]
         return whole.index_select(0, places_T)
 
 
 def _attend(rectangle: Rectangle, query_THD: Tensor, key_THD: Tensor, value_THD: Tensor, extras: Extras) -> Tensor:
-    mask = None if rectangle.mask_GQK is None else rectangle.mask_GQK[:, None]
+    mask = rectangle.mask_GQK() if callable(rectangle.mask_GQK) else rectangle.mask_GQK
     key, value = (_gather(tensor, rectangle.keys_GK) for tensor in (key_THD, value_THD))
-    out_GHQD = attend_masked(_gather(query_THD, rectangle.queries_GQ), key, value, mask, extras)
+    query = _gather(query_THD, rectangle.queries_GQ)
+    out_GHQD = attend_masked(query, key, value, None if mask is None else mask[:, None], extras)
     return out_GHQD.transpose(1, 2).flatten(0, 1)
+
+
+def _recomputed(function: Callable[..., Tensor], *arguments: Any) -> Tensor:
+    """Return a function's result, of which the gradient keeps the arguments alone."""
+    if not torch.is_grad_enabled():
+        return function(*arguments)
+    result: Tensor = checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
+    return result
 
 
 def _gather(tensor_THD: Tensor, places_GQ: Tensor) -> Tensor:
@@ -274,7 +287,9 @@ def _attend_unpacked(
         mask = mask.tril(key.shape[2] - query.shape[2])
     if mask.dtype != torch.bool:
         _refuse(f"a mask of booleans, found one of {mask.dtype}")
-    return attend_masked(query, key, value, mask, _extras(others, scaling, dropout)).transpose(1, 2)
+    extras = _extras(others, scaling, dropout)
+    attend = attend_masked if extras.softcap is None else functools.partial(_recomputed, attend_masked)
+    return attend(query, key, value, mask, extras).transpose(1, 2)
 
 
 def _extras(others: Mapping[str, Any], scaling: float | None, dropout: float) -> Extras:

@@ -9,8 +9,9 @@ Shapes: ``G`` blocks of a rectangle, ``T`` tokens of the row, ``K`` segments or 
 """
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Literal
+import functools
+from collections.abc import Callable, Sequence
+from typing import Literal, cast
 
 import numpy as np
 import torch
@@ -82,8 +83,9 @@ class Rectangle:
 
     queries_GQ: Tensor
     keys_GK: Tensor
-    mask_GQK: Tensor | None
-    """None: causal, and keys are the queries."""
+    mask_GQK: Tensor | Callable[[], Tensor] | None
+    """For capped scores it is made each time, as the masks of a long row together are quadratic in its length. None:
+    causal, and keys are the queries."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -109,20 +111,20 @@ def ragged(segments: Segments, device: torch.device, *, first_keys: int = 0) -> 
 
 
 def rectangles(
-    segments: Segments, device: torch.device, pattern: Pattern = CAUSAL, *, masked: bool = False
+    segments: Segments, device: torch.device, pattern: Pattern = CAUSAL, *, masked: bool = False, capped: bool = False
 ) -> tuple[list[Rectangle], Tensor]:
     """Return the rectangles, and each token's place in their concatenated outputs.
 
-    ``masked``: causal rectangles need a mask, too.
+    ``masked``: causal rectangles need a mask, too; ``capped``: for capped scores.
     """
-    masked = masked or pattern.kind != "causal"
+    masked = masked or capped or pattern.kind != "causal"
     blocks = [piece for block in _blocks(segments) for piece in _cut(block, segments, pattern, masked)]
     sees = _Sees(segments, pattern, device, masked=masked)
     laid_out: list[Rectangle] = []
     places_T = np.empty(int(segments.lengths_K.sum()), dtype=np.int64)
     before = 0
     for members in similar([(block.height, len(block.keys_K)) for block in blocks]):
-        rectangle = _rectangle([blocks[k] for k in members], sees)
+        rectangle = _rectangle([blocks[k] for k in members], sees, capped=capped)
         height = rectangle.queries_GQ.shape[1]
         for g, k in enumerate(members):
             block, first = blocks[k], before + g * height + blocks[k].again
@@ -221,7 +223,7 @@ class _Sees:
         return bool(((self._until_T[keys_GK.clamp(min=0)] > last_G1) | (keys_GK < 0)).all())
 
 
-def _rectangle(blocks: Sequence[Block], sees: _Sees) -> Rectangle:
+def _rectangle(blocks: Sequence[Block], sees: _Sees, *, capped: bool) -> Rectangle:
     height, width = max(block.height for block in blocks), max(len(block.keys_K) for block in blocks)
     queries_GQ = np.full((len(blocks), height), -1, dtype=np.int64)
     keys_GK = np.full((len(blocks), width), -1, dtype=np.int64)
@@ -229,4 +231,5 @@ def _rectangle(blocks: Sequence[Block], sees: _Sees) -> Rectangle:
         keys_GK[g, : len(block.keys_K)] = block.keys_K
         queries_GQ[g, : block.height] = block.queries
     queries, keys = torch.from_numpy(queries_GQ).to(sees.device), torch.from_numpy(keys_GK).to(sees.device)
-    return Rectangle(queries.clamp(min=0), keys.clamp(min=0), sees.mask(queries, keys))
+    mask = functools.partial(sees.mask, queries, keys)
+    return Rectangle(queries.clamp(min=0), keys.clamp(min=0), cast("Callable[[], Tensor]", mask) if capped else mask())

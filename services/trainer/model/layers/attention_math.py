@@ -11,12 +11,10 @@ tokens of all sequences.
 """
 
 import dataclasses
-import functools
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from penstock.services.trainer.model.layers import variable_length
 from penstock.services.trainer.model.layers.attention_layout import Ragged
@@ -49,7 +47,9 @@ def attend_masked(
         mask = torch.ones(query_GHQD.shape[2], key_GHKD.shape[2], dtype=torch.bool, device=query_GHQD.device).tril()
     if extras.softcap is not None:
         assert mask is not None
-        return _capped(query_GHQD, key_GHKD, value_GHKD, mask, scale, extras)
+        return _softmax_of_capped(
+            query_GHQD, key_GHKD, value_GHKD, mask, extras.sinks_H, scale=scale, cap=extras.softcap
+        )
     if extras.sinks_H is not None:
         assert mask is not None
         query_GHQD = torch.cat((query_GHQD, _sink_query(query_GHQD, extras.sinks_H[:, None], scale)), -1)
@@ -132,16 +132,6 @@ def _of_equal_heads(heads: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         tensor if tensor.shape[1] == heads else tensor.repeat_interleave(heads // tensor.shape[1], 1)
         for tensor in tensors
     )
-
-
-def _capped(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, extras: Extras) -> Tensor:
-    assert extras.softcap is not None
-    compute = functools.partial(_softmax_of_capped, scale=scale, cap=extras.softcap)
-    tensors = (query, key, value, mask, extras.sinks_H)
-    if not torch.is_grad_enabled():
-        return compute(*tensors)
-    out: Tensor = checkpoint(compute, *tensors, use_reentrant=False, preserve_rng_state=False)
-    return out
 
 
 def _softmax_of_capped(

@@ -95,9 +95,9 @@ class Writer:
         """Write a file, unless the disk has no room for it, which other processes of the run may need; read it for its digest while it
         is in the page cache.
         """
-        nbytes, free_bytes = Storages().add(tensors_in(state_dict)), durable.free_bytes(path.parent)
-        if nbytes > free_bytes - durable.LEAST_BYTES:
-            self._error = f"{path} needs {nbytes:,} bytes, and {free_bytes:,} are free"
+        nbytes, free_bytes = Storages().add(tensors_in(state_dict)), durable.usable_bytes(path.parent)
+        if nbytes > free_bytes:
+            self._error = f"{path} needs {nbytes:,} bytes, and {free_bytes:,} are free for it"
             return
         try:
             with _without_crc32():

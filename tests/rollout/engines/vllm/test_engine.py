@@ -591,9 +591,11 @@ async def test_an_adapter_needs_an_engine_that_serves_adapters(engine: VllmEngin
 
 async def test_a_suspended_engine_decodes_nothing_and_its_requests_continue_afterwards(engine: VllmEngine) -> None:
     suspended = variant(engine, bucketed=True, stop=())
+    drawn_before = suspended.drawn_tokens
     running = asyncio.ensure_future(suspended.generate(request(new_tokens=150)))
     await tokens_flow(engine)
     await suspended.suspend(0)
+    assert 0 < suspended.drawn_tokens - drawn_before < 450
     waiting = asyncio.ensure_future(suspended.generate(request(new_tokens=2)))
     (held,) = await engine._llm.collective_rpc("penstock_held")
     for _ in range(50):
@@ -602,6 +604,8 @@ async def test_a_suspended_engine_decodes_nothing_and_its_requests_continue_afte
     assert suspended.memory["weights"] > 0
     assert suspended.memory["capacity"] > suspended.memory["kv_cache"] > 0
     await suspended.resume()
+    await asyncio.wait([running, waiting])
+    assert suspended.drawn_tokens - drawn_before == 450 + 6
     for sample in (*(await running).samples, *(await waiting).samples):
         expected = reference(MODELS[int(suspended.version or 0)], PROMPT, sample.token_ids)
         np.testing.assert_allclose(sample.behavior_logprobs, expected, atol=FORWARD)

@@ -102,6 +102,10 @@ class EngineSet:
         return any(engine.torn for engine in self.engines) or len({engine.version for engine in self.engines}) > 1
 
     @property
+    def drawn_tokens(self) -> int:
+        return self.engines[0].drawn_tokens  # which counts those of all
+
+    @property
     def held(self) -> Sequence[Held]:
         return tuple(held for engine in self.engines for held in engine.held)
 
