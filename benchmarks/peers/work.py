@@ -21,11 +21,12 @@ import shutil
 import string
 import tempfile
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.shapes import SHAPES
+from benchmarks import random_weights
+from benchmarks.shapes import ALL_SHAPES
 
 ROOT = Path(__file__).parents[2]
 PROMPT_TOKENS = 64
@@ -36,6 +37,10 @@ TAIL_TOKENS = {"cuda": 800, "cpu": 12}
 """Mean of the tail, by device."""
 _MARK = "made.json"
 """Written last, beside a model and its prompts."""
+_TEMPLATE = (
+    "{% for message in messages %}{{ message.role }}:{{ message.content }}<eos>{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
 _CHARACTERS = string.digits + string.ascii_letters + string.punctuation
 
 
@@ -99,14 +104,17 @@ def work_folder(folder: Path | None) -> Iterator[Path]:
         yield Path(made)
 
 
-def long(folder: Path, shape: str, device: str, kernels: str, *, mean_tokens: int = 0) -> Work:
+def long(folder: Path, shape: str, device: str, kernels: str, *, mean_tokens: int = 0, layers: int = 0) -> Work:
     """Create model and prompts in ``folder`` unless an earlier call did; return the work on two GPUs or the CPU.
 
-    ``mean_tokens``: of completions that end by themselves, before their limit; 0: all reach it.
+    ``mean_tokens``: of completions that end by themselves, before their limit; 0: all reach it. ``layers``: of the
+    shape's; 0: all.
     """
-    gpu = device == "cuda"
+    gpu, sizes = device == "cuda", dict(ALL_SHAPES[shape])
+    if layers:
+        sizes["num_hidden_layers"], shape = layers, f"{shape}-{layers}-layers"
     folder = folder.absolute() / f"{f'tail-{mean_tokens}' if mean_tokens else 'long'}-{shape}-{device}"
-    _write_once(folder, shape, device, mean_tokens)
+    _write_once(folder, sizes, device, mean_tokens)
     groups, samples, tokens = (32, 8, 512) if gpu else (8, 4, 32)
     if mean_tokens and gpu:
         tokens = 2048
@@ -140,10 +148,10 @@ def long(folder: Path, shape: str, device: str, kernels: str, *, mean_tokens: in
     )
 
 
-def _write_once(folder: Path, shape: str, device: str, mean_tokens: int) -> None:
+def _write_once(folder: Path, shape: Mapping[str, Any], device: str, mean_tokens: int) -> None:
     """Write model and prompts, unless ``folder`` has those of the same shape as a whole."""
     mark = folder / _MARK
-    told = {"shape": SHAPES[shape], "device": device, "mean_tokens": mean_tokens, "prompt_tokens": PROMPT_TOKENS}
+    told = {"shape": shape, "device": device, "mean_tokens": mean_tokens, "prompt_tokens": PROMPT_TOKENS}
     if mark.exists() and json.loads(mark.read_text()) == told:
         return
     if mark.exists():  # a folder that this module made, of another shape; else nothing is deleted
@@ -155,48 +163,24 @@ def _write_once(folder: Path, shape: str, device: str, mean_tokens: int) -> None
     unfinished.replace(mark)
 
 
-def _write_model(folder: Path, shape: str, device: str, mean_tokens: int) -> None:
+def _write_model(folder: Path, shape: Mapping[str, Any], device: str, mean_tokens: int) -> None:
     """Write a model and a tokenizer with one token per printable character."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+    from transformers import PreTrainedTokenizerFast
 
-    vocabulary = SHAPES[shape]["vocab_size"]
-    config = Qwen2Config(**SHAPES[shape], max_position_embeddings=4096, rope_theta=1e6, eos_token_id=0, pad_token_id=1)
-    torch.manual_seed(0)
-    with torch.device(device):
-        model = Qwen2ForCausalLM._from_config(config, dtype=torch.bfloat16 if device == "cuda" else torch.float32)
-        if mean_tokens:
-            _end_at_random(model, mean_tokens)
-        model.save_pretrained(folder)
+    dtype, words = (torch.bfloat16 if device == "cuda" else torch.float32), ["<eos>", "<pad>", *_CHARACTERS]
+    ids = {"eos_token_id": 0, "pad_token_id": 1, "max_position_embeddings": 4096}
+    random_weights.write(folder, shape, dtype, device, mean_tokens=mean_tokens, **ids)
     if device == "cuda":
-        del model
         torch.cuda.empty_cache()
-    words = ["<eos>", "<pad>", *_CHARACTERS, *(f"unused {place}" for place in range(vocabulary - len(_CHARACTERS) - 2))]
+    words += [f"unused {place}" for place in range(shape["vocab_size"] - len(words))]
     tokenizer = Tokenizer(models.BPE({word: place for place, word in enumerate(words)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>").save_pretrained(folder)
-
-
-def _end_at_random(model: Any, mean_tokens: int) -> None:
-    """Give each token a probability of about 1 / ``mean_tokens`` to be the last.
-
-    Layers add nothing to the embeddings, of which the first element is 1. Thus the final norm has the same first
-    element everywhere, and a larger one in the end token's output weights raises its logit by a constant.
-    """
-    import torch
-
-    with torch.no_grad():
-        for layer in model.model.layers:
-            layer.self_attn.o_proj.weight.zero_()
-            layer.mlp.down_proj.weight.zero_()
-        embeddings, output = model.model.embed_tokens.weight, model.lm_head.weight
-        embeddings[:, 0] = 1.0
-        output[:, 0] = 1.0
-        width, spread = embeddings.shape[1], float(embeddings[:, 1:].float().var())
-        first = math.sqrt(width / (1 + (width - 1) * spread))
-        output[model.config.eos_token_id, 0] += math.log(len(embeddings) / mean_tokens) / first
+    saved = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>")
+    saved.chat_template = _TEMPLATE
+    saved.save_pretrained(folder)
 
 
 def _write_prompts(path: Path) -> None:

@@ -27,6 +27,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from benchmarks import random_weights
 from benchmarks.shapes import SHAPES
 from benchmarks.trainer.checkpoint import seconds, step
 from penstock.services.trainer.model.engine import numbered
@@ -80,7 +81,9 @@ def run(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     shape = dict(SHAPES[arguments.shape])
     shape["num_hidden_layers"] = arguments.layers or shape["num_hidden_layers"]
     dtype = torch.bfloat16 if arguments.device == "cuda" else torch.float32
-    written_s = seconds(lambda: write(folder, shape, dtype))
+    written_s = seconds(lambda: random_weights.write(folder, shape, dtype, arguments.device))
+    if arguments.device == "cuda":
+        torch.cuda.empty_cache()
     settings = Settings.model_validate(
         {
             "run": {"device": arguments.device},
@@ -111,17 +114,6 @@ def run(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "bars_met": figures["host_ratio"] <= MOST_HOST and device_ratio <= MOST_DEVICE,
         "device_name": torch.cuda.get_device_name() if device.type == "cuda" else "cpu", "torch": torch.__version__,
     }  # fmt: skip
-
-
-def write(folder: Path, shape: dict[str, Any], dtype: torch.dtype) -> None:
-    """Write a random model to ``folder``."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model = Qwen2ForCausalLM._from_config(Qwen2Config(**shape), dtype=dtype)
-    model.save_pretrained(folder)
-    del model
-    torch.cuda.empty_cache()
 
 
 def main() -> None:
