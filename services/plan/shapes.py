@@ -20,6 +20,7 @@ from typing import Any
 from penstock.shared.errors import SettingsError
 from penstock.shared.model.context import read_config
 from penstock.shared.model.flops import ModelSizes
+from penstock.shared.settings.trainer import PROVEN
 
 Config = Mapping[str, Any]
 
@@ -92,6 +93,12 @@ class Shape:
     """In one layer."""
     linear_sides: int
     """Inputs and outputs of a layer's matrices, which a LoRA adapter of rank 1 has as weights."""
+    experts: int = 0
+    """Of a layer, that ranks can share (``trainer.expert_parallel``)."""
+    chosen: int = 0
+    """Of them, those that a token uses."""
+    expert_weights: int = 0
+    """Weights of all of them, in all layers."""
 
     @property
     def weights(self) -> int:
@@ -152,6 +159,7 @@ def _shape(fields: Config, name: str) -> Shape:
     head = fields.get("head_dim") or hidden // heads
     matrices, kv, width = _attention(fields, hidden, heads, kv_heads, head)
     every, used, inner, copied = _mlp(fields, hidden)
+    experts = _experts(fields) if fields.get("model_type", "qwen3_moe") in PROVEN else 0
     attention = sum(rows * columns for rows, columns in matrices)
     window, windowed, without = _layers_that_forget(fields)
     return Shape(
@@ -171,6 +179,13 @@ def _shape(fields: Config, name: str) -> Shape:
         window=window,
         saved_per_token=4 * hidden + 2 * width + 2 * kv_heads * head + 3 * inner + copied,
         linear_sides=sum(rows + columns for rows, columns in matrices) + 3 * (hidden + inner),
+        experts=experts,
+        chosen=fields["num_experts_per_tok"] if experts else 0,
+        expert_weights=layers
+        * experts
+        * 3
+        * hidden
+        * (fields.get("moe_intermediate_size") or fields.get("intermediate_size", 0)),
     )
 
 
@@ -205,8 +220,7 @@ def _attention(
 def _mlp(fields: Config, hidden: int) -> tuple[int, int, int, int]:
     """Return a layer's weights, those that a token uses, its inner width, and what transformers keeps more of a token with
     experts: input and output for each chosen one, and the activation by itself."""
-    counts = ("num_experts", "num_local_experts", "n_routed_experts")
-    experts = next((fields[key] for key in counts if fields.get(key)), 0)
+    experts = _experts(fields)
     dense = fields.get("intermediate_size") or 4 * hidden
     if not experts:
         matrices = 2 if fields.get("model_type") in _NOT_GATED else 3
@@ -218,3 +232,8 @@ def _mlp(fields: Config, hidden: int) -> tuple[int, int, int, int]:
     inner = chosen * each + shared
     weights = 3 * hidden * (experts * each + shared) + router
     return weights, 3 * hidden * inner + router, inner, chosen * (2 * hidden + each)
+
+
+def _experts(fields: Config) -> int:
+    counts = ("num_experts", "num_local_experts", "n_routed_experts")
+    return next((fields[key] for key in counts if fields.get(key)), 0)
