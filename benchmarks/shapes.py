@@ -1,4 +1,4 @@
-"""Shapes of random benchmark models: Qwen2.5's, a toy for CPUs, and mixtures of experts (Qwen3-30B-A3B's, and a toy)."""
+"""Shapes of random benchmark models: Qwen2.5's, Llama 3's of 70B, mixtures of experts (Qwen3-30B-A3B's), and toys for CPUs."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -20,6 +20,10 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
         "hidden_size": 3584, "intermediate_size": 18_944, "num_hidden_layers": 28, "num_attention_heads": 28,
         "num_key_value_heads": 4, "vocab_size": 152_064, "tie_word_embeddings": False,
     },
+    "70b": {
+        "hidden_size": 8192, "intermediate_size": 28_672, "num_hidden_layers": 80, "num_attention_heads": 64,
+        "num_key_value_heads": 8, "vocab_size": 128_256, "tie_word_embeddings": False,
+    },
 }  # fmt: skip
 
 MIXTURES: Mapping[str, Mapping[str, Any]] = {
@@ -33,3 +37,5 @@ MIXTURES: Mapping[str, Mapping[str, Any]] = {
         "norm_topk_prob": True,
     },
 }  # fmt: skip
+
+ALL_SHAPES = {**SHAPES, **MIXTURES}

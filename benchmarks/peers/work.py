@@ -28,8 +28,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import random_weights
 from benchmarks.peers import chains
-from benchmarks.shapes import SHAPES
+from benchmarks.shapes import ALL_SHAPES
 
 ROOT = Path(__file__).parents[2]
 PROMPT_TOKENS = 64
@@ -44,6 +45,7 @@ _BETWEEN_TURNS_TOKENS = 100
 """What the chat template writes from one answer of a tool episode to the next."""
 _MARK = "made.json"
 """Written last, beside a model and its prompts."""
+_CONFIG = {"max_position_embeddings": 8192, "eos_token_id": 0, "pad_token_id": 1}
 _CHARACTERS = string.digits + string.ascii_letters + string.punctuation
 
 
@@ -118,14 +120,17 @@ def work_folder(folder: Path | None) -> Iterator[Path]:
         yield Path(made)
 
 
-def long(folder: Path, shape: str, device: str, kernels: str, *, mean_tokens: int = 0) -> Work:
+def long(folder: Path, shape: str, device: str, kernels: str, *, mean_tokens: int = 0, layers: int = 0) -> Work:
     """Create model and prompts in ``folder`` unless an earlier call did; return the work on two GPUs or the CPU.
 
-    ``mean_tokens``: of completions that end by themselves, before their limit; 0: all reach it.
+    ``mean_tokens``: of completions that end by themselves, before their limit; 0: all reach it. ``layers``: of the
+    shape's; 0: all.
     """
-    gpu = device == "cuda"
+    gpu, sizes = device == "cuda", dict(ALL_SHAPES[shape])
+    if layers:
+        sizes["num_hidden_layers"], shape = layers, f"{shape}-{layers}-layers"
     folder = folder.absolute() / f"{f'tail-{mean_tokens}' if mean_tokens else 'long'}-{shape}-{device}"
-    _write_once(folder, shape, device, {"mean_tokens": mean_tokens})
+    _write_once(folder, sizes, device, {"mean_tokens": mean_tokens})
     tokens = (2048 if mean_tokens else 512) if gpu else 32
     settings = _settings(folder, device, kernels, groups=32 if gpu else 8, new_tokens=tokens)
     name = _name("long", shape, settings)
@@ -138,7 +143,7 @@ def spread(folder: Path, shape: str, device: str, kernels: str) -> Work:
     """Return the work of completions of a quarter of their limit up to it, with what 7B need to fit on a GPU."""
     mean_tokens, most = _SPREAD_TOKENS[device]
     folder = folder.absolute() / f"spread-{shape}-{device}"
-    _write_once(folder, shape, device, {"spread": mean_tokens})
+    _write_once(folder, ALL_SHAPES[shape], device, {"spread": mean_tokens})
     settings = _settings(folder, device, kernels, groups=8 if device == "cuda" else 4, new_tokens=most)
     settings["trainer"] |= {"micro_batch_tokens": 16_384}
     if device == "cuda":
@@ -152,7 +157,7 @@ def tool(folder: Path, shape: str, device: str, kernels: str) -> Work:
     """Return the work of episodes whose every answer calls a tool, on two GPUs or the CPU."""
     turn_tokens = chains.TURN_TOKENS[device]
     folder = folder.absolute() / f"tool-{shape}-{device}"
-    _write_once(folder, shape, device, {"turn_tokens": turn_tokens})
+    _write_once(folder, ALL_SHAPES[shape], device, {"turn_tokens": turn_tokens})
     settings = _settings(folder, device, kernels, groups=32 if device == "cuda" else 4, new_tokens=turn_tokens)
     settings["episodes"] = {"environment": "benchmarks.peers.chains:Places", "max_turns": chains.TURNS}
     settings["episodes"] |= {"max_episodes": 512}
@@ -201,10 +206,10 @@ def _work(name: str, settings: dict[str, Any], completion_tokens: float) -> Work
     )
 
 
-def _write_once(folder: Path, shape: str, device: str, kind: Mapping[str, int]) -> None:
+def _write_once(folder: Path, shape: Mapping[str, Any], device: str, kind: Mapping[str, int]) -> None:
     """Write model and prompts, unless ``folder`` has those of the same shape as a whole."""
     mark = folder / _MARK
-    told = {"shape": SHAPES[shape], "device": device, "prompt_tokens": PROMPT_TOKENS, **kind}
+    told = {"shape": shape, "device": device, "prompt_tokens": PROMPT_TOKENS, **kind}
     if mark.exists() and json.loads(mark.read_text()) == told:
         return
     if mark.exists():  # a folder that this module made, of another shape; else nothing is deleted
@@ -216,28 +221,36 @@ def _write_once(folder: Path, shape: str, device: str, kind: Mapping[str, int]) 
     unfinished.replace(mark)
 
 
-def _write_model(folder: Path, shape: str, device: str, kind: Mapping[str, int]) -> None:
+def _write_model(folder: Path, shape: Mapping[str, Any], device: str, kind: Mapping[str, int]) -> None:
     """Write a model and a tokenizer."""
+    import torch
+
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    tokenizer = _build_tokenizer(shape["vocab_size"], kind.get("turn_tokens", 0))
+    if "mean_tokens" in kind:
+        random_weights.write(folder, shape, dtype, device, mean_tokens=kind["mean_tokens"], **_CONFIG)
+    else:
+        _write_chain(folder, shape, dtype, device, tokenizer, kind)
+    if device == "cuda":
+        torch.cuda.empty_cache()
+    tokenizer.save_pretrained(folder)
+
+
+def _write_chain(
+    folder: Path, shape: Mapping[str, Any], dtype: Any, device: str, tokenizer: Any, kind: Mapping[str, int]
+) -> None:
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    sizes = {**SHAPES[shape], **({} if "mean_tokens" in kind else {"tie_word_embeddings": False})}
-    config = Qwen2Config(**sizes, max_position_embeddings=8192, rope_theta=1e6, eos_token_id=0, pad_token_id=1)
-    tokenizer = _build_tokenizer(config.vocab_size, kind.get("turn_tokens", 0))
+    config = Qwen2Config(**{**shape, "tie_word_embeddings": False}, rope_theta=1e6, **_CONFIG)
     torch.manual_seed(0)
     with torch.device(device):
-        model = Qwen2ForCausalLM._from_config(config, dtype=torch.bfloat16 if device == "cuda" else torch.float32)
-        if kind.get("mean_tokens"):
-            _end_at_random(model, kind["mean_tokens"])
+        model = Qwen2ForCausalLM._from_config(config, dtype=dtype)
         if "spread" in kind:
             chains.end_after(model, kind["spread"])
         if "turn_tokens" in kind:
             chains.call_in_every_turn(model, tokenizer, kind["turn_tokens"])
         model.save_pretrained(folder)
-    if device == "cuda":
-        del model
-        torch.cuda.empty_cache()
-    tokenizer.save_pretrained(folder)
 
 
 def _build_tokenizer(size: int, turn_tokens: int) -> Any:
@@ -255,26 +268,6 @@ def _build_tokenizer(size: int, turn_tokens: int) -> Any:
         tokenizer.add_tokens([chains.OPENING, chains.CLOSING])
         tokenizer.chat_template = chains.chat_template()
     return tokenizer
-
-
-def _end_at_random(model: Any, mean_tokens: int) -> None:
-    """Give each token a probability of about 1 / ``mean_tokens`` to be the last.
-
-    Layers add nothing to the embeddings, of which the first element is 1. Thus the final norm has the same first
-    element everywhere, and a larger one in the end token's output weights raises its logit by a constant.
-    """
-    import torch
-
-    with torch.no_grad():
-        for layer in model.model.layers:
-            layer.self_attn.o_proj.weight.zero_()
-            layer.mlp.down_proj.weight.zero_()
-        embeddings, output = model.model.embed_tokens.weight, model.lm_head.weight
-        embeddings[:, 0] = 1.0
-        output[:, 0] = 1.0
-        width, spread = embeddings.shape[1], float(embeddings[:, 1:].float().var())
-        first = math.sqrt(width / (1 + (width - 1) * spread))
-        output[model.config.eos_token_id, 0] += math.log(len(embeddings) / mean_tokens) / first
 
 
 def _write_prompts(path: Path) -> None:

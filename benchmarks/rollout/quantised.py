@@ -20,13 +20,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.shapes import MIXTURES, SHAPES
+from benchmarks.shapes import ALL_SHAPES, MIXTURES
 from benchmarks.weights.update import configure
 from penstock.services.rollout.engines.vllm.swap.copy_plan import CopyPlanRefused
 from penstock.services.rollout.engines.vllm.swap.weight_swap import WeightSwapper
 
 PROMPT_TOKENS, SWAPS = 64, 6
-ALL_SHAPES = {**SHAPES, **MIXTURES}
 _MIXTURE = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
 SCHEMES = {"bfloat16": None, "fp8_per_channel": "fp8_per_channel", "fp8_per_tensor": "fp8_per_tensor"}
 

@@ -4,6 +4,7 @@ r"""Samples/s of real runs in many layouts, beside what the plan predicts.
     python -m benchmarks.runs.layouts --work four --out /tmp/four.jsonl            # four GPUs, 0.5B, about 15 minutes
     python -m benchmarks.runs.layouts --work two-tail --out /tmp/two.jsonl         # completions of very different lengths
     python -m benchmarks.runs.layouts --work four-7b --only turns,separate-2-2 --out /tmp/7b.jsonl    # some, in several calls
+    python -m benchmarks.runs.layouts --work eight-7b --out /tmp/8.jsonl           # eight GPUs; also eight-30b-a3b, of 141 GB
     python -m benchmarks.runs.layouts --work four --compare /tmp/four.jsonl        # needs no GPU
     python -m benchmarks.runs.layouts --toy --out /tmp/toy.jsonl                   # a tiny shape on the CPU: a smoke test
 
@@ -42,7 +43,7 @@ import tomli_w
 
 from benchmarks.peers.pipeline import Results, heed_sigterm, run_penstock
 from benchmarks.peers.work import PROMPT_TOKENS, TAIL_TOKENS, Work, long
-from benchmarks.shapes import SHAPES
+from benchmarks.shapes import ALL_SHAPES
 from penstock.services.cli.plan import corrections, layout_of, preferences
 from penstock.services.plan.hardware import GPUS, parse_cluster
 from penstock.services.plan.layouts import Planner
@@ -87,6 +88,8 @@ class Configuration:
     mps: bool = False
     steps: int = 9
     micro_batch_tokens: int = 32_768
+    share: float = 0.0
+    """Of the GPU's memory for vLLM; 0: as others have."""
     more: Mapping[str, object] = dataclasses.field(default_factory=dict)
     """Other settings."""
 
@@ -106,8 +109,7 @@ class Configuration:
         if not toy:
             values["rollout.engines_per_gpu"] = self.engines
             values["rollout.vllm.tensor_parallel_size"] = self.tensor_parallel
-        if not toy:
-            values["rollout.vllm.gpu_memory_utilization"] = _OWN_SHARE if own else _SHARES[self.engines]
+            values["rollout.vllm.gpu_memory_utilization"] = self.share or (_OWN_SHARE if own else _SHARES[self.engines])
         if not toy or self.mode == "at once":
             values["trainer.gpus"] = list(range(self.ranks))
             values["rollout.gpus"] = [self.ranks * own + number for number in range(replicas * self.tensor_parallel)]
@@ -119,7 +121,7 @@ class Configuration:
     @property
     def gpus(self) -> int:
         """Return how many GPUs it needs."""
-        return self.ranks + self.replicas
+        return self.ranks + self.replicas * self.tensor_parallel
 
     @property
     def lengths(self) -> Lengths:
@@ -153,6 +155,20 @@ _LARGE_IN_TURN = {
         "rollout.vllm.gpu_memory_utilization": 0.5,
     },
 }
+
+
+def _mixture(
+    expert_parallel: int, zero_stage: int = 1, *, offload: str = "optimizer", in_turn: bool = False
+) -> Mapping[str, Any]:
+    """Return a 30B mixture on GPUs of 141 GB; on four of them the trainer's states do not fit."""
+    more = {
+        "trainer.zero_stage": zero_stage, "trainer.expert_parallel": expert_parallel, "trainer.offload": offload,
+        "trainer.gradient_checkpointing": "true", "weights.snapshots": "whole" if in_turn else "sharded",
+    }  # fmt: skip
+    share = 0.3 if in_turn else 0.85
+    return {"shape": "30b-a3b", "steps": 8, "micro_batch_tokens": 8192, "share": share, "more": more}
+
+
 _ALONE = {**_LARGE, "more": {**_LARGE["more"], "trainer.zero_stage": 1, "weights.snapshots": "whole"}}
 
 
@@ -197,6 +213,25 @@ WORKS: Mapping[str, Mapping[str, Configuration]] = {
         "separate-2-2": Configuration(mode="separate", ranks=2, replicas=2, **_LARGE),
         "turns": Configuration(ranks=4, **_LARGE_IN_TURN),
         "turns-of-2": Configuration(ranks=4, tensor_parallel=2, **_LARGE_IN_TURN),
+    },
+    "eight-7b": {
+        "separate-4-4": Configuration(mode="separate", ranks=4, replicas=4, **_LARGE),
+        "separate-2-6": Configuration(mode="separate", ranks=2, replicas=6, **_LARGE),
+        "separate-6-2": Configuration(mode="separate", ranks=6, replicas=2, **_LARGE),
+        "separate-4-2-of-2": Configuration(mode="separate", ranks=4, replicas=2, tensor_parallel=2, **_LARGE),
+        "turns": Configuration(ranks=8, **_LARGE_IN_TURN),
+        "turns-of-2": Configuration(ranks=8, tensor_parallel=2, **_LARGE_IN_TURN),
+    },
+    "eight-30b-a3b": {
+        "separate-4-2-of-2": Configuration(mode="separate", ranks=4, replicas=2, tensor_parallel=2, **_mixture(4)),
+        "separate-4-4": Configuration(mode="separate", ranks=4, replicas=4, **_mixture(4)),
+        "separate-6-1-of-2": Configuration(
+            mode="separate", ranks=6, replicas=1, tensor_parallel=2, **_mixture(2, 3, offload="none")
+        ),
+        "separate-4-2-of-2-undivided": Configuration(
+            mode="separate", ranks=4, replicas=2, tensor_parallel=2, **_mixture(1, 3)
+        ),
+        "turns-of-2": Configuration(ranks=8, tensor_parallel=2, **_mixture(8, offload="none", in_turn=True)),
     },
 }
 """The first of each calibrates."""
@@ -287,6 +322,11 @@ def _words(device: str, memory_bytes: float, count: int) -> str:
     """Return ``count`` of the device as --gpus of ``penstock plan`` has them."""
     known = next((name for name in GPUS if name in device.replace("-", " ").split()), "")
     return f"{count}x{known or f'{memory_bytes / 2**30:.1f}GiB'}"
+
+
+def cluster_words(count: int) -> str:
+    """Return ``count`` of this host's GPUs as --gpus of ``penstock plan`` has them."""
+    return _words(*_gpu(), count)
 
 
 @contextlib.contextmanager
@@ -392,7 +432,7 @@ def settings_of(row: Mapping[str, Any]) -> Settings:
 
 def _workload(row: Mapping[str, Any]) -> Workload:
     lengths = Lengths(**{**row["lengths"], "sample": tuple(row["lengths"]["sample"])})
-    shape = from_config(SHAPES[row["shape"]], row["shape"])
+    shape = from_config(ALL_SHAPES[row["shape"]], row["shape"])
     work = workload_of(settings_of(row), "0.5b")  # whose policy may be elsewhere
     return dataclasses.replace(work, shape=shape, prompt_tokens=row["prompt_tokens"], lengths=lengths)
 

@@ -28,9 +28,9 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from benchmarks.shapes import MIXTURES, SHAPES
+from benchmarks import random_weights
+from benchmarks.shapes import ALL_SHAPES
 from benchmarks.trainer.checkpoint import seconds, step
-from benchmarks.trainer.models import config_of
 from penstock.services.trainer.model.engine import numbered
 from penstock.services.trainer.phases import memory_bytes
 from penstock.services.trainer.rank0.mailbox.queues import NoMailbox
@@ -41,7 +41,6 @@ from penstock.shared.settings import Settings
 MOST_HOST, MOST_DEVICE = 1.2, 1.0
 """Bars of the two ratios."""
 _INTERVAL_S = 0.01
-ALL_SHAPES = {**SHAPES, **MIXTURES}
 
 
 class _Phases(NoMailbox):
@@ -83,7 +82,9 @@ def run(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     shape = dict(ALL_SHAPES[arguments.shape])
     shape["num_hidden_layers"] = arguments.layers or shape["num_hidden_layers"]
     dtype = torch.bfloat16 if arguments.device == "cuda" else torch.float32
-    written_s = seconds(lambda: write(folder, shape, dtype))
+    written_s = seconds(lambda: random_weights.write(folder, shape, dtype, arguments.device))
+    if arguments.device == "cuda":
+        torch.cuda.empty_cache()
     settings = Settings.model_validate(
         {
             "run": {"device": arguments.device},
@@ -114,17 +115,6 @@ def run(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "bars_met": figures["host_ratio"] <= MOST_HOST and device_ratio <= MOST_DEVICE,
         "device_name": torch.cuda.get_device_name() if device.type == "cuda" else "cpu", "torch": torch.__version__,
     }  # fmt: skip
-
-
-def write(folder: Path, shape: dict[str, Any], dtype: torch.dtype) -> None:
-    """Write a random model to ``folder``."""
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model = AutoModelForCausalLM.from_config(config_of(shape), dtype=dtype)
-    model.save_pretrained(folder)
-    del model
-    torch.cuda.empty_cache()
 
 
 def main() -> None:

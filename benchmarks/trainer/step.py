@@ -41,7 +41,7 @@ import torch.distributed as dist
 
 from benchmarks import record
 from benchmarks.record import tell
-from benchmarks.shapes import MIXTURES, SHAPES
+from benchmarks.shapes import ALL_SHAPES
 from benchmarks.trainer.models import EitherPolicy, Padded, by_arrival, by_length, random_model
 from benchmarks.trainer.packing import equal, mix
 from penstock.services.trainer.batch.assignment import plan
@@ -59,7 +59,6 @@ LEAST_RATIO, LEAST_MFU = 1.3, {"tiny": 0.0, "0.5b": 0.45, "7b": 0.5}
 _AGREE = {"logprob": {"float32": 1e-5, "bfloat16": 2e-3}, "grad_norm": {"float32": 1e-4, "bfloat16": 2e-2}}
 """Largest relative differences."""
 WAYS, AGAINST = ("packed", "padded", "sorted"), "against"
-ALL_SHAPES = {**SHAPES, **MIXTURES}
 _LONG = 32_768
 """Positions of a pass that is logged by itself."""
 

@@ -50,11 +50,6 @@ def make(settings: Settings, gpus: str, model: str = "", calibrate: Path | None 
             f"expected algorithm.imitation = 0 with penstock plan, found {settings.algorithm.imitation:g}: how many groups of a step are "
             "demonstrations, which are not generated, is not predicted; with 0, all of them are planned as generated, an upper bound"
         )
-    if settings.trainer.expert_parallel > 1:
-        raise SettingsError(
-            f"expected trainer.expert_parallel = 1 with penstock plan, found {settings.trainer.expert_parallel}: what ranks hold of divided "
-            "experts is not predicted; with 1, each is planned with all of them, an upper bound"
-        )
     if calibrate is not None and not (runs.folder_of(calibrate) / SETTINGS_FILE).is_file():
         raise SettingsError(f"no run's folder at {calibrate}: change --calibrate")
     work, stated = work_of(settings, model), _stated(settings, turns, calibrate)
@@ -161,6 +156,7 @@ def preferences(settings: Settings) -> Preferences:
         offload=trainer.offload,
         micro_batch_tokens=trainer.micro_batch_tokens,
         sequence_parallel=trainer.sequence_parallel,
+        expert_parallel=trainer.expert_parallel,
         checkpointing=trainer.gradient_checkpointing,
         chunk_tokens=settings.internal.logits_chunk_tokens,
         snapshots=snapshots_of(settings),

@@ -64,7 +64,7 @@ def check_gpus(settings: Settings, memory_bytes: Sequence[float]) -> None:
         return
     models = [settings.policy.model, *filter(None, [settings.algorithm.critic.model])]
     is_exact = all(read_config(model).get("model_type") in _EXACT for model in models)
-    if not is_exact or settings.trainer.expert_parallel > 1:
+    if not is_exact:
         return
     work = workload_of(settings)
     _refuse("the trainer", _trainer(settings, work), max(memory_bytes))
@@ -128,8 +128,9 @@ def checkpoint_bytes(settings: Settings) -> float:
     exact = read_config(policy.model).get("model_type") in _EXACT
     if settings.run.device == "cpu" or policy.lora.rank or not exact:
         return 0.0
-    parts = {part.name: part.nbytes for part in _trainer(settings, workload_of(settings), offload="none")}
-    weights = parts["weights"] * (trainer.ranks if trainer.zero_stage == 3 else 1)
+    work = workload_of(settings)
+    parts = {part.name: part.nbytes for part in _trainer(settings, work, offload="none")}
+    weights = work.policy_bytes / (trainer.nodes if trainer.zero_stage == 3 else 1)
     states = parts["master weights"] + parts["moments"]
     return weights + states * (trainer.ranks if trainer.zero_stage else 1)
 
@@ -184,6 +185,7 @@ def _trainer(settings: Settings, work: Workload, rank: int = 0, *, offload: str 
         zero_stage=trainer.zero_stage,
         optimizer=trainer.optimizer,
         offload=offload or trainer.offload,
+        expert_parallel=trainer.expert_parallel,
         snapshots=snapshots_of(settings),
         sharded=settings.weights.snapshots == "sharded",
     )

@@ -8,6 +8,7 @@ fits:
 """
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
@@ -21,9 +22,9 @@ from penstock.services.plan.memory import (
     Table,
     TrainerOptions,
     engine_memory,
+    optimizer_states,
     peak,
     several_engines,
-    state_bytes,
     total,
     trainer_table,
 )
@@ -251,7 +252,16 @@ class Planner:
     def _mine(self, ranks: int) -> TrainerOptions:
         own = self.own.trainer
         gpu_bytes = self.cluster.gpu.memory_bytes
-        return dataclasses.replace(own, ranks=ranks, sharded=own.sharded and ranks > 1, gpu_bytes=gpu_bytes)
+        together = own.expert_parallel if ranks % own.expert_parallel == 0 else 1
+        sharded = own.sharded and ranks > 1
+        return dataclasses.replace(own, ranks=ranks, sharded=sharded, gpu_bytes=gpu_bytes, expert_parallel=together)
+
+    def _shares_of_experts(self, mine: TrainerOptions) -> tuple[int, ...]:
+        """Return how many ranks may share a copy of the experts: as the run says, or as many of a host's as divide them."""
+        work = self.work
+        together = math.gcd(mine.ranks, self.cluster.per_node, work.shape.experts)
+        is_refused = mine.sequence_parallel > 1 or work.critic is not None or work.lora_rank
+        return (mine.expert_parallel,) if is_refused or not work.shape.experts else (mine.expert_parallel, together)
 
     def _trainer(
         self, ranks: int, limit_bytes: float, *, snapshots: int = 2, frees: bool = False, ways: int = len(_WAYS) + 1
@@ -263,7 +273,9 @@ class Planner:
         mine = self._mine(ranks)
         mine = dataclasses.replace(mine, snapshots=min(mine.snapshots, snapshots))
         for optimizer, offload in tuple(dict.fromkeys([(mine.optimizer, mine.offload), *_WAYS]))[:ways]:
-            variants = _variants(dataclasses.replace(mine, optimizer=optimizer, offload=offload), mine)
+            variants = _variants(
+                dataclasses.replace(mine, optimizer=optimizer, offload=offload), mine, self._shares_of_experts(mine)
+            )
             fitting = self._fitting(variants, limit_bytes, frees=frees)
             if mine.snapshots == 2 and ranks > 1 and not any(options.snapshots for _, options, _, _ in fitting):
                 in_shares = [dataclasses.replace(each, sharded=True) for each in variants if each.snapshots]
@@ -336,7 +348,8 @@ class Planner:
         if layout.placement == "at once":
             beside = rooflines.speed_beside_training(work, cluster, layout.engines, most, host=host)
         elif layout.placement == "shared":
-            moved = 2 * state_bytes(work, trainer) / cluster.host_bytes_per_s if layout.rung == 3 else 0.0
+            states = optimizer_states(work.trained, work, trainer) if layout.rung == 3 else []
+            moved = 2 * total(states) / cluster.host_bytes_per_s
             switch_s = corrected.switch * (_SWITCH_S[layout.rung] + moved)
         return Rates(
             decode_s=max(few_s - slope * (most / 8 - 1), 1e-6) * corrected.decode,
@@ -350,20 +363,24 @@ class Planner:
         )
 
 
-def _variants(way: TrainerOptions, mine: TrainerOptions) -> list[TrainerOptions]:
-    """Return the ZeRO stages and transports of a way, the run's own first."""
+def _variants(way: TrainerOptions, mine: TrainerOptions, shares: Sequence[int]) -> list[TrainerOptions]:
+    """Return the ZeRO stages, transports and ``shares`` of experts of a way, the run's own first."""
     own = [mine] if (way.optimizer, way.offload) == (mine.optimizer, mine.offload) else []
     stages: Sequence[int] = (3,) if way.offload == "all" else (1, 2, 3) if way.ranks > 1 else (max(1, mine.zero_stage),)
+    if way.optimizer != "adamw":
+        shares = (1,)
     return own + [
-        dataclasses.replace(way, zero_stage=stage, snapshots=snapshots)
+        dataclasses.replace(way, zero_stage=stage, snapshots=snapshots, expert_parallel=together)
         for stage in stages
         for snapshots in dict.fromkeys((mine.snapshots, 0))
+        for together in dict.fromkeys(shares)
     ]
 
 
 def _words(options: TrainerOptions) -> str:
     more = ", 8-bit Adam" if options.optimizer == "adamw_8bit" else ""
     more += f", offload {options.offload}" if options.offload != "none" else ""
+    more += f", experts over {options.expert_parallel}" if options.expert_parallel > 1 else ""
     return f"{options.ranks}, ZeRO {options.zero_stage}{more}"
 
 

@@ -4,6 +4,7 @@ A trainer's rank, ``P`` weights over ``N`` ranks, bytes per weight (bfloat16, Ad
 
     weights 2 · gradients 2 · master weights 4 · moments 8 (8-bit: 2)      over N from ZeRO stage 3 · 2 · 1 · 1
     reduction      DeepSpeed's bucket; a rank's reduced gradients at stage 2; gathered weights at stage 3
+                   of experts, ``trainer.expert_parallel`` ranks have a part each, before ZeRO divides
     stored         a layer's input for every layer, and all that it keeps for those that are not recomputed; of inputs that
                    the host's memory holds (rows whose inputs take a large share of the GPU), two
     activations    stored, and the larger of: the logits with the gradient of the output layer; one layer's backward pass
@@ -95,10 +96,18 @@ class TrainerOptions:
     """Of its GPU; the host holds the inputs of layers that would take a large share of it."""
     sequence_parallel: int = 1
     """Ranks that compute a long sample together; each computes no more tokens than without."""
+    expert_parallel: int = 1
+    """Ranks that share one copy of the experts."""
 
     def shards(self, from_stage: int) -> int:
         """Return over how many ranks something is cut that ZeRO shards from ``from_stage`` on."""
         return self.ranks if self.zero_stage >= from_stage else 1
+
+    def held(self, weights: int, experts: int, from_stage: int) -> float:
+        """Return how many of ``weights``, of which ``experts`` are shared, a rank has if ZeRO shards from ``from_stage``."""
+        if self.zero_stage >= from_stage:
+            return weights / self.ranks
+        return weights - experts * (1 - 1 / self.expert_parallel)
 
 
 def trainer_table(work: Workload, options: TrainerOptions, limit_bytes: float) -> tuple[Table, int]:
@@ -129,12 +138,11 @@ _STATES = 'raise trainer.ranks or trainer.zero_stage, or set trainer.offload = "
 
 
 def _lasting(work: Workload, options: TrainerOptions) -> list[Component]:
-    sharded = options.shards(3)
-    away = options.offload == "all"
-    frozen = 0.0 if away else work.policy_bytes / sharded
-    weights = frozen + (0.0 if away else work.trained * work.weight_bytes / sharded if work.lora_rank else 0.0)
-    parts = [Component("weights", weights, 'set trainer.zero_stage = 3, or trainer.offload = "all" with it')]
-    parts += _optimizer(work.trained, work, options)
+    weights = options.held(work.shape.weights, work.shape.expert_weights, 3) * work.weight_bytes
+    weights += work.trained * work.weight_bytes / options.shards(3) if work.lora_rank else 0.0
+    away = 'set trainer.zero_stage = 3, or trainer.offload = "all" with it'
+    parts = [Component("weights", 0.0 if options.offload == "all" else weights, away)]
+    parts += optimizer_states(work.trained, work, options)
     if work.critic is not None:
         held = total(_held(work.critic.weights, work, options))
         parts.append(Component("critic", _critic_bytes(work.critic, work, options) + held, _STATES))
@@ -155,7 +163,7 @@ def _snapshot(work: Workload, options: TrainerOptions) -> float:
     return first + (work.policy_bytes - first) / options.ranks
 
 
-def _optimizer(trained: int, work: Workload, options: TrainerOptions) -> list[Component]:
+def optimizer_states(trained: int, work: Workload, options: TrainerOptions) -> list[Component]:
     if options.offload != "none":
         return []
     shards = options.shards(1)
@@ -168,27 +176,16 @@ def _optimizer(trained: int, work: Workload, options: TrainerOptions) -> list[Co
     ]
 
 
-def state_bytes(work: Workload, options: TrainerOptions) -> float:
-    """Return the bytes of the optimizer's states on a rank's GPU."""
-    return total(_optimizer(work.trained, work, options))
-
-
-def checkpoint_copy_bytes(work: Workload, options: TrainerOptions, ranks: int) -> float:
-    """Return the most of a host's memory that the copy of a checkpoint takes; ``ranks`` on that host."""
-    trained = [work.trained, *([work.critic.weights] if work.critic else [])]
-    kept = dataclasses.replace(options, offload="none")
-    states = sum(ranks * total(_optimizer(weights, work, kept)) for weights in trained)
-    return states + (0.0 if options.zero_stage == 3 else sum(trained) * work.weight_bytes)
-
-
 def _critic_bytes(critic: Shape, work: Workload, options: TrainerOptions) -> float:
     weights = critic.weights * work.weight_bytes / options.shards(3)
-    return weights + total(_optimizer(critic.weights, work, options))
+    return weights + total(optimizer_states(critic.weights, work, options))
 
 
 def _gradients(trained: int, work: Workload, options: TrainerOptions) -> list[Component]:
     nbytes = trained * work.weight_bytes
-    parts = [Component("gradients", nbytes / options.shards(2), "set trainer.zero_stage = 2")]
+    experts = 0 if work.lora_rank else work.shape.expert_weights
+    held = options.held(trained, experts, 2) * work.weight_bytes
+    parts = [Component("gradients", held, "set trainer.zero_stage = 2")]
     if not options.zero_stage:
         return parts
     buffers = _BUCKET * work.weight_bytes
@@ -218,7 +215,7 @@ def _reduced(trained: int, work: Workload, options: TrainerOptions) -> list[Comp
     the rank's share."""
     gradients = _gradients(trained, work, options)[0]
     copied = options.zero_stage == 1 and options.ranks > 1 and options.offload == "none"
-    copies = gradients.nbytes / options.ranks if copied else 0.0
+    copies = trained * work.weight_bytes / options.ranks if copied else 0.0
     return [gradients, Component("reduction", copies, "set zero_optimization in trainer.deepspeed")]
 
 

@@ -14,7 +14,8 @@ The constants are measurements on H200s (benchmarks/results) and docs/plan.md co
 import dataclasses
 
 from penstock.services.plan.hardware import Cluster
-from penstock.services.plan.memory import TrainerOptions, checkpoint_copy_bytes, kv_bytes
+from penstock.services.plan.host_memory import checkpoint_copy_bytes
+from penstock.services.plan.memory import TrainerOptions, kv_bytes
 from penstock.services.plan.shapes import Shape
 from penstock.services.plan.workload import Workload
 from penstock.shared.model.flops import BACKWARD, forward_flops
@@ -149,6 +150,7 @@ def train_seconds(work: Workload, cluster: Cluster, options: TrainerOptions, kep
     forward = forward_flops(round(own), round(own * mean / 2), round(own), sizes)
     again = (work.shape.layers - kept) / work.shape.layers
     computing = forward * (1 + BACKWARD + again) / (cluster.gpu.flops_per_s * mfu_of(work.shape))
+    computing += (1 + 1 + again) * _exchanging(work, cluster, options, own)
     launching = passes * work.shape.layers * _launching(work, options, 1 + 1 + again)
     return max(computing, launching, passes * _gathering(work, cluster, options)) * work.passes
 
@@ -171,11 +173,22 @@ def mfu_of(shape: Shape) -> float:
     return _MFU if shape.head_dim >= 128 else _MFU_NARROW
 
 
+def _exchanging(work: Workload, cluster: Cluster, options: TrainerOptions, tokens: float) -> float:
+    """Return the seconds in which ``tokens`` of a rank travel to their experts and back, in one pass."""
+    together, shape = options.expert_parallel, work.shape
+    rate = cluster.gpu.link_bytes_per_s if together <= cluster.per_node else cluster.network_bytes_per_s
+    rows = tokens * shape.chosen * shape.layers * (1 - 1 / together)
+    return 2 * rows * shape.hidden * work.weight_bytes / rate
+
+
 def _gathering(work: Workload, cluster: Cluster, options: TrainerOptions) -> float:
-    """Return the seconds in which ZeRO stage 3 moves weights three times, or other stages gradients once."""
+    """Return the seconds in which ZeRO stage 3 moves weights three times, or other stages gradients once; of experts that
+    all ranks share, nothing."""
     if options.ranks == 1:
         return 0.0
-    moved = (3.0 if options.zero_stage == 3 else 1.0) * work.policy_bytes
+    shape, together = work.shape, options.expert_parallel
+    elsewhere = shape.expert_weights if together == options.ranks else shape.expert_weights * (1 - 1 / together)
+    moved = (3.0 if options.zero_stage == 3 else 1.0) * (shape.weights - elsewhere) * work.weight_bytes
     inside = moved / cluster.gpu.link_bytes_per_s
     outside = moved / (cluster.network_bytes_per_s * min(options.ranks, cluster.per_node))
     host = moved / cluster.host_bytes_per_s if options.offload == "all" else 0.0

@@ -10,8 +10,9 @@ import tomli_w
 
 from penstock.services.plan import routes
 from penstock.services.plan.hardware import GIB, Cluster
+from penstock.services.plan.host_memory import checkpoint_copy_bytes, offloaded_states_bytes
 from penstock.services.plan.layouts import Candidate, GpuLayout, MemoryShortage, Planner
-from penstock.services.plan.memory import Table, checkpoint_copy_bytes, offloaded_bytes, peak, total
+from penstock.services.plan.memory import Table, offloaded_bytes, peak, total
 from penstock.services.plan.rates import checkpoint_seconds
 from penstock.services.plan.workload import Workload
 from penstock.shared.errors import SettingsError
@@ -132,11 +133,12 @@ def _candidate(plan: Plan, number: int, candidate: Candidate) -> list[str]:
     copied_s, written_s = checkpoint_seconds(work, plan.planner.cluster, trainer)
     return [
         f"{number}. {layout.placement}{_reservation(plan, candidate)}: {layout.words}",
-        f"   {step_s:,.1f} s a step, {work.samples / step_s:,.1f} samples/s, {hours:,.0f} GPU-hours for {work.steps} steps; "
+        f"   {step_s:,.1f} s a step, {work.samples / step_s:,.1f} samples/s, {hours:,.1f} GPU-hours for {work.steps} steps; "
         f"{_bound(candidate)}",
         f"   weights, {way}: live after {transfer_s:,.1f} s, {transfer_s / step_s:.0%} of a step",
         f"   a checkpoint's copy takes {_copy_bytes(plan, candidate) / GIB:.1f} GiB of a host's memory and {copied_s:,.1f} s, "
         f"in which training waits; written after {written_s:,.0f} s",
+        *_on_host(plan, candidate),
         *_offloaded(plan, candidate),
         *_routes(plan, candidate),
         *(f"   {side}, {_phase(phase, table)}" for side, table in candidate.memory.items() for phase in table),
@@ -146,6 +148,17 @@ def _candidate(plan: Plan, number: int, candidate: Candidate) -> list[str]:
 def _copy_bytes(plan: Plan, candidate: Candidate) -> float:
     trainer = candidate.layout.trainer
     return checkpoint_copy_bytes(plan.planner.work, trainer, min(trainer.ranks, plan.planner.cluster.per_node))
+
+
+def _on_host(plan: Plan, candidate: Candidate) -> list[str]:
+    """Return what is said of states in a host's memory."""
+    nbytes = _host_bytes(plan, candidate)
+    return [f"   trainer.offload takes {nbytes / GIB:,.1f} GiB of a host's memory"] if nbytes else []
+
+
+def _host_bytes(plan: Plan, candidate: Candidate) -> float:
+    trainer = candidate.layout.trainer
+    return offloaded_states_bytes(plan.planner.work, trainer, min(trainer.ranks, plan.planner.cluster.per_node))
 
 
 def _offloaded(plan: Plan, candidate: Candidate) -> list[str]:
@@ -211,6 +224,7 @@ def _entry(plan: Plan, candidate: Candidate) -> dict[str, Any]:
         **dataclasses.asdict(candidate.pace),
         "memory_bytes": memory,
         "checkpoint_copy_bytes": _copy_bytes(plan, candidate),
+        "offloaded_states_bytes": _host_bytes(plan, candidate),
         "offloaded_inputs_bytes": offloaded_bytes(plan.planner.work, candidate.layout.trainer),
         "routes_host_bytes": routes.host_bytes(plan.planner.work, candidate.layout.trainer.ranks),
         "checkpoint_s": checkpoint_seconds(plan.planner.work, plan.planner.cluster, candidate.layout.trainer),
@@ -224,7 +238,7 @@ def _run_values(given: Mapping[str, Any], settings: Settings, candidate: Candida
     values = copy.deepcopy(dict(given))
     layout, trainer = candidate.layout, candidate.layout.trainer
     table, rollout = values.setdefault("trainer", {}), values.setdefault("rollout", {})
-    table |= {name: getattr(trainer, name) for name in ("zero_stage", "optimizer", "offload")}
+    table |= {name: getattr(trainer, name) for name in ("zero_stage", "optimizer", "offload", "expert_parallel")}
     if trainer.micro_batch_tokens != settings.trainer.micro_batch_tokens:
         table["micro_batch_tokens"] = trainer.micro_batch_tokens
     table["ranks"] = min(trainer.ranks, cluster.per_node) if cluster.nodes > 1 else trainer.ranks

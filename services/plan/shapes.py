@@ -20,6 +20,7 @@ from typing import Any
 from penstock.shared.errors import SettingsError
 from penstock.shared.model.context import read_config
 from penstock.shared.model.flops import ModelSizes
+from penstock.shared.settings.trainer import PROVEN
 
 Config = Mapping[str, Any]
 
@@ -100,6 +101,12 @@ class Shape:
     """Experts that one token is sent to, in all layers."""
     route_bytes: int
     """Of the number of one expert."""
+    experts: int = 0
+    """Of a layer, that ranks can share (``trainer.expert_parallel``)."""
+    chosen: int = 0
+    """Of them, those that a token uses."""
+    expert_weights: int = 0
+    """Weights of all of them, in all layers."""
 
     @property
     def weights(self) -> int:
@@ -160,6 +167,8 @@ def _shape(fields: Config, name: str) -> Shape:
     head = fields.get("head_dim") or hidden // heads
     matrices, kv, width = _attention(fields, hidden, heads, kv_heads, head)
     every, used, inner, copied = _mlp(fields, hidden)
+    experts = _experts(fields) if fields.get("model_type", "qwen3_moe") in PROVEN else 0
+    inner_of_one = fields.get("moe_intermediate_size") or fields.get("intermediate_size", 0)
     attention = sum(rows * columns for rows, columns in matrices)
     window, windowed, without = _layers_that_forget(fields)
     return Shape(
@@ -181,6 +190,9 @@ def _shape(fields: Config, name: str) -> Shape:
         linear_sides=sum(rows + columns for rows, columns in matrices) + 3 * (hidden + inner),
         routes=layers * (fields["num_experts_per_tok"] if _experts(fields) else 0),
         route_bytes=1 if _experts(fields) <= _BYTE else 2,
+        experts=experts,
+        chosen=fields["num_experts_per_tok"] if experts else 0,
+        expert_weights=layers * experts * 3 * hidden * inner_of_one,
     )
 
 

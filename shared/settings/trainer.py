@@ -56,6 +56,14 @@ DEEPSPEED_ALLOWED = frozenset(
 the rounding of its sums. Others do (`zero_hpz_partition_size`, `round_robin_gradients`, `zero_quantized_weights`,
 `gradient_allreduce_op`, `zenflow`, parallelism other than over data, …), or DeepSpeed ignores them."""
 
+PROVEN = frozenset(
+    {
+        *("deepseek_v2", "deepseek_v3", "glm4_moe", "gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_5_moe_text"),
+        *("qwen3_moe", "qwen3_next"),
+    }
+)
+"""Model types of which a step with shared experts is equal to that without (``tests/trainer/model/test_experts.py``)."""
+
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 

@@ -94,7 +94,7 @@ class Run:
     ) -> None:
         self.folder = folder / RUN_ID
         self._bus_url = bus_url
-        values = {**FLAGS, **(flags or {}), "run.folder": folder}
+        values = {**FLAGS, "run.folder": folder, **(flags or {})}
         if bus_url is not None:
             values["bus.url"] = bus_url
         self._output = folder / "up.txt"
@@ -238,7 +238,9 @@ class Run:
         await self.until(changed)
 
     async def connect(self, url: str | None = None) -> Bus:
-        await self.until(lambda: "bus" in self.table())
+        await self.until(
+            lambda: self.table().get("pid") == self.process.pid and "bus" in self.table()
+        )  # not an earlier start's
         bus = await Bus.connect(url or str(self.table()["bus"]), RUN_ID, wait_s=PATIENCE_S)
         bus.wait_for_ever()
         return bus

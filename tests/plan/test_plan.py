@@ -23,7 +23,7 @@ from penstock.services.plan import certain, report
 from penstock.services.plan.hardware import parse_cluster
 from penstock.services.plan.layouts import GpuLayout, Placement
 from penstock.services.plan.measured import measured
-from penstock.services.plan.memory import peak
+from penstock.services.plan.memory import TrainerOptions, peak, trainer_table
 from penstock.services.plan.rates import checkpoint_seconds, transfer_seconds
 from penstock.services.plan.report import write
 from penstock.services.plan.workload import workload_of
@@ -70,10 +70,34 @@ def test_the_memory_of_hosts_that_holds_inputs_of_layers_is_said() -> None:
     assert {entry["offloaded_inputs_bytes"] for entry in report.as_json(short)["layouts"]} == {0.0}
 
 
-def test_divided_experts_are_not_planned() -> None:
-    settings = settings_of(None, ["--trainer.ranks=2", "--trainer.expert_parallel=2"])
-    with pytest.raises(SettingsError, match=r"expected trainer.expert_parallel = 1 with penstock plan, found 2"):
-        make(settings, "2xH200", "30b-a3b")
+def test_experts_are_divided_among_the_ranks_of_a_host_or_as_set(tmp_path: Path) -> None:
+    plan = make(settings_of(None, []), "8xH100", "30b-a3b")
+    best = plan.candidates[0].layout.trainer
+    assert (best.ranks, best.expert_parallel, best.offload) == (4, 4, "optimizer")
+    assert "train on 4, ZeRO 1, offload optimizer, experts over 4; 2 replicas" in report.text(plan)
+    assert "   trainer.offload takes 511.8 GiB of a host's memory" in report.text(plan), "18 bytes of each weight"
+    report.write(plan, {}, tmp_path / "run.toml")
+    assert load(tmp_path / "run.toml", environment={}).trainer.expert_parallel == 4
+    given = make(settings_of(None, ["--trainer.ranks=2", "--trainer.expert_parallel=2"]), "8xH100", "30b-a3b")
+    assert preferences(given.settings).trainer.expert_parallel == 2
+    dense = make(settings_of(None, []), "8xH100", "7b")
+    assert {each.layout.trainer.expert_parallel for each in dense.candidates} == {1}
+
+
+def test_a_rank_has_its_part_of_divided_experts_and_the_rest_whole_before_zero_divides() -> None:
+    work = workload_of(settings_of(None, []), "30b-a3b")
+    experts = 48 * 128 * 3 * 2048 * 768
+    rest = work.shape.weights - experts
+    for stage, weights, gradients in (
+        (1, rest + experts / 4, rest + experts / 4),
+        (2, rest + experts / 4, (rest + experts) / 8),
+        (3, (rest + experts) / 8, (rest + experts) / 8),
+    ):
+        table, _ = trainer_table(work, TrainerOptions(8, stage, expert_parallel=4), H200)
+        sizes = {part.name: part.nbytes for part in table["forward and backward"]}
+        assert sizes["weights"] == 2 * weights
+        assert sizes["gradients"] == 2 * gradients
+        assert sizes["moments"] == rest + experts, "8 bytes over 8 ranks"
 
 
 def ways(model: str, gpus: str, *flags: str) -> set[tuple[bool, bool]]:

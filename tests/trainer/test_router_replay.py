@@ -17,7 +17,6 @@ from penstock.shared.bus.messages import Sample, StepReport
 from penstock.shared.bus.stores.replicas.run_secret import RunSecret
 from penstock.shared.bus.streams import EXPERIENCE, STEPS
 from penstock.shared.shelf.shelf import Shelf
-from tests.chaos.run import running
 from tests.conftest import PATIENCE_S, Server
 from tests.support.shelves import LIMITS, served
 from tests.trainer.test_expert_parallel import made, run_of
@@ -91,26 +90,3 @@ async def test_routes_reach_the_ranks_and_outlive_their_replica_and_the_trainer(
     other, plain = await trained(live, tmp_path / "live-shelf", kill=False)
     assert not all(torch.equal(other[name], tensor) for name, tensor in expected.items())
     assert "replayed_fraction" not in plain[0].metrics
-
-
-async def all_replayed(bus: Bus) -> bool:
-    """Whether the newest step had the routes of all of its samples: of prompts, and of all tokens that are read."""
-    newest = (await reports(bus))[-1:]
-    return [(of.metrics["routed_live"], round(of.metrics["replayed_fraction"], 6)) for of in newest] == [(0, 1)]
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-async def test_a_whole_run_replays_what_its_replicas_recorded_through_the_death_of_one(tmp_path: Path) -> None:
-    flags = {
-        "policy.model": made(tmp_path / "model"), "trainer.router_replay": True, "rollout.engine": "transformers",
-        "rollout.replicas": 2,
-    }  # fmt: skip
-    async with running(tmp_path, flags=flags) as run:
-        bus = await run.connect()
-        await run.until(lambda: all_replayed(bus))
-        await run.until(lambda: run.send("rollout-0", signal.SIGKILL))
-        await run.more_steps(bus, 2)  # a sample whose second copy it should have had may be routed live
-        await run.until(lambda: all_replayed(bus))
-        await bus.close()
-        await run.stop()

@@ -61,7 +61,7 @@ def predicted(settings: Settings, measured: PhaseMemory) -> dict[str, float]:
     work = workload_of(settings)
     if measured.replica.startswith("rollout") and measured.phase == "generate":
         return _folded(_engine(settings, work, measured.capacity_bytes))
-    if not measured.replica.startswith("trainer") or settings.trainer.expert_parallel > 1:
+    if not measured.replica.startswith("trainer"):
         return {}
     if measured.device.endswith(" cpu"):
         work = dataclasses.replace(work, weight_bytes=4)  # the trainer computes in float32 there

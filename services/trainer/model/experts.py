@@ -26,14 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 from penstock.shared.errors import SettingsError
 from penstock.shared.model.routes import mixtures_of
-
-PROVEN = frozenset(
-    {
-        *("deepseek_v2", "deepseek_v3", "glm4_moe", "gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_5_moe_text"),
-        *("qwen3_moe", "qwen3_next"),
-    }
-)
-"""Model types of which a step is equal to that of undivided experts (``tests/trainer/model/test_experts.py``)."""
+from penstock.shared.settings.trainer import PROVEN as PROVEN
 
 
 class _Divided(nn.Module):
