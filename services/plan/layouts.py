@@ -367,8 +367,6 @@ def _variants(way: TrainerOptions, mine: TrainerOptions, shares: Sequence[int]) 
     """Return the ZeRO stages, transports and ``shares`` of experts of a way, the run's own first."""
     own = [mine] if (way.optimizer, way.offload) == (mine.optimizer, mine.offload) else []
     stages: Sequence[int] = (3,) if way.offload == "all" else (1, 2, 3) if way.ranks > 1 else (max(1, mine.zero_stage),)
-    if way.optimizer != "adamw":
-        shares = (1,)
     return own + [
         dataclasses.replace(way, zero_stage=stage, snapshots=snapshots, expert_parallel=together)
         for stage in stages

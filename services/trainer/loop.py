@@ -228,7 +228,7 @@ class Trainer:
     def _load(self, folder: Path) -> None:
         checkpoint = local_store.read(folder)
         assert checkpoint is not None
-        local_store.check_base(checkpoint, self._settings.policy)
+        local_store.check_readable(checkpoint, self._settings.policy)
         trainer, state = self._settings.trainer, checkpoint.state
         of_others = (state.zero_stage, state.expert_parallel) != (trainer.zero_stage, trainer.expert_parallel) or (
             trainer.zero_stage > 0 and state.ranks != self._engine.ranks

@@ -31,7 +31,7 @@ from penstock.shared.settings.run import (
     TrackingSettings,
 )
 from penstock.shared.settings.section import Section, shown
-from penstock.shared.settings.trainer import TrainerSettings, check_experts
+from penstock.shared.settings.trainer import TrainerSettings, check_replay
 
 _TOP_BYTES = 8
 """Of a token id and its logprob."""
@@ -319,8 +319,8 @@ def _check_quantization(settings: Settings) -> None:
 
 
 def _check_trainer(settings: Settings) -> None:
-    least = 1 + max(1, settings.sampling.min_new_tokens)
-    check_experts(settings.trainer, settings.policy, settings.algorithm, settings.rollout, settings.episodes)
+    least, alone = 1 + max(1, settings.sampling.min_new_tokens), settings.publishes_adapters
+    check_replay(settings.trainer, settings.algorithm, settings.rollout, settings.episodes, merges_alone=alone)
     if settings.trainer.row_tokens < least:
         raise ValueError(
             f"expected {settings.trainer.row_setting} >= {least}, for a prompt and a completion of at least sampling.min_new_tokens, found "

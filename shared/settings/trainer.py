@@ -6,7 +6,6 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from penstock.shared.settings.algorithm import AlgorithmSettings
-from penstock.shared.settings.policy import PolicySettings
 from penstock.shared.settings.rollout import EpisodesSettings, RolloutSettings
 from penstock.shared.settings.section import OptionalPath, Section, shown
 
@@ -239,7 +238,6 @@ class TrainerSettings(Section):
         sums = self.deepspeed.get("data_types", {}).get("grad_accum_dtype") if self.zero_stage == 1 else None
         for name, value, expected, wrong in (
             ("zero_stage", self.zero_stage, "1, 2 or 3", not self.zero_stage),
-            ("optimizer", self.optimizer, '"adamw"', self.optimizer != "adamw"),
             ("sequence_parallel", self.sequence_parallel, "1", self.sequence_parallel != 1),
             ("deepspeed.zero_optimization", sorted(passed), f"none of {', '.join(sorted(fixed))}", bool(passed)),
             ("deepspeed.data_types.grad_accum_dtype", sums, "nothing at zero_stage 1", sums is not None),
@@ -251,24 +249,22 @@ class TrainerSettings(Section):
                 )
 
 
-def check_experts(
+def check_replay(
     trainer: TrainerSettings,
-    policy: PolicySettings,
     algorithm: AlgorithmSettings,
     rollout: RolloutSettings,
     episodes: EpisodesSettings,
+    *,
+    merges_alone: bool,
 ) -> None:
-    """Raise ValueError if ranks share experts, or routers replay, with what that is not tested with."""
-    number, lora = trainer.expert_parallel, policy.lora.rank > 0
-    if number > 1 and algorithm.needs_critic:
-        raise ValueError(f"expected trainer.expert_parallel = 1 with a critic, found {number}: change one of them")
+    """Raise ValueError if routers replay with what has no routes, or other routers than the trainer's.
+
+    ``merges_alone``: replicas merge adapters themselves.
+    """
     for key, is_used in (
-        ("policy.lora", lora),
-        ("a critic", algorithm.needs_critic),
+        ("adapters that vLLM merges (weights.lora)", merges_alone),
         (f"algorithm.loss = {algorithm.loss!r}", algorithm.loss in ("dpo", "cross_entropy")),
         ("[episodes]", episodes.is_on),
-        (f"trainer.zero_stage = {trainer.zero_stage}", trainer.zero_stage == 3),
-        (f"trainer.sequence_parallel = {trainer.sequence_parallel}", trainer.sequence_parallel > 1),
         (f"rollout.engine = {rollout.engine!r}", rollout.engine not in ("transformers", "vllm")),
         (f"rollout.vllm.quantization = {rollout.vllm.quantization!r}", rollout.vllm.quantization != "none"),
     ):

@@ -38,8 +38,7 @@ BEGUN: Mapping[str, object] = {
     "trainer.checkpoint_every_steps": EVERY,
 }  # fmt: skip
 DIVIDED_ANEW: Mapping[str, object] = {
-    "trainer.expert_parallel": 4, "trainer.zero_stage": 3, "trainer.router_replay": False, "weights.snapshots": "whole",
-    "weights.transport": "file",
+    "trainer.expert_parallel": 4, "trainer.zero_stage": 3, "weights.snapshots": "whole", "weights.transport": "file",
 }  # fmt: skip
 
 

@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM
 from penstock.services.trainer.algorithm.update import Learner
 from penstock.services.trainer.batch.packing import micro_batch
 from penstock.services.trainer.model import adapter, experts
+from penstock.services.trainer.model.critic import Critic
 from penstock.services.trainer.model.engine import TrainingEngine, place, saved_tensors
 from penstock.services.trainer.model.memory import layerwise
 from penstock.services.trainer.model.policy import Policy
@@ -40,6 +41,19 @@ from tests.trainer.algorithm import test_update
 
 CLIPPED, RATE, SETS = 0.1, 1e-3, 4
 SHAPE = ((5, (4, 1, 6)), (9, (2, 2)), (1, (3,)))
+ACTOR_CRITIC = {"preset": "ppo", "minibatches": 1, "critic": {"learning_rate": 1e-3}}
+TOGETHER = {"sequence_parallel": 2, "micro_batch_tokens": 9}
+"""Some samples are longer, others are not."""
+REPLAYED: dict[str, tuple[int, int, dict[str, Any]]] = {
+    "divided": (2, 1, {}),
+    "zero-3": (1, 3, {}),
+    "sequences": (1, 3, {"packing": "sequences"}),
+    "together": (1, 3, TOGETHER),
+    "divided zero-3": (2, 3, {}),
+    "divided offload": (2, 3, {"offload": "all"}),
+    "divided recomputed": (2, 3, {"gradient_checkpointing": True}),
+}
+"""Ranks that share experts, ZeRO stage and other settings of steps with routes."""
 
 
 def settings(parallel: int, zero_stage: int = 1, **tables: Any) -> Settings:
@@ -50,7 +64,7 @@ def settings(parallel: int, zero_stage: int = 1, **tables: Any) -> Settings:
             "sampling": {"max_new_tokens": 8},
             "rollout": {"engine": "transformers"},
             "internal": {"probe_every_versions": 0},
-            "algorithm": {"groups_per_step": 4},
+            "algorithm": {"groups_per_step": 4, **tables.get("algorithm", {})},
             "trainer": {
                 "ranks": dist.get_world_size(), "zero_stage": zero_stage, "expert_parallel": parallel,
                 "max_grad_norm": CLIPPED, "learning_rate": RATE, "micro_batch_tokens": 24, **tables.get("trainer", {}),
@@ -129,14 +143,62 @@ def _moved(start: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
     return [key for key, tensor in start.items() if not torch.equal(tensor, theirs["weights"][key])]
 
 
+def critic(of: Settings, seed: int = 1) -> TrainingEngine | None:
+    """Return the critic that the algorithm needs, if it does: a mixture, too."""
+    if not of.algorithm.needs_critic:
+        return None
+    trunk = tiny.mixture(seed).requires_grad_(True).get_decoder()
+    made = Critic(trunk, trunk.config.hidden_size).train()
+    torch.manual_seed(seed)
+    torch.nn.init.normal_(made.value_head.weight)
+    return TrainingEngine(made, of, "cpu")
+
+
+def continued_critic(folder: Path) -> list[bool]:
+    """Whether critics have the values of the one that saved a checkpoint: with divided experts and the same, or other, ranks."""
+    first, *others = [
+        critic(settings(parallel, 1, algorithm=ACTOR_CRITIC), seed) for parallel, seed in ((2, 1), (2, 2), (1, 3))
+    ]
+    assert first is not None
+    batch = micro_batch(rows(0, SHAPE))
+    first.backward(first.forward(batch).mean(), last=True)
+    first.step(RATE)
+    first.save(folder)()
+    dist.barrier()
+    expected, equal = first.evaluate(batch), []
+    for number, other in enumerate(others):
+        assert other is not None
+        before = other.evaluate(batch)
+        other.load(folder, of_others=number == 1)
+        equal.append(bool((other.evaluate(batch) - expected).abs().max() < 1e-5 < (before - expected).abs().max()))
+    return equal
+
+
+def of_8_bits(zero_stage: int, folder: Path) -> dict[str, Any]:
+    """Steps with moments of 8 bits and divided experts, and with AdamW; a step after a checkpoint, which holds all experts."""
+    of = settings(2, zero_stage, trainer={"optimizer": "adamw_8bit"})
+    first, second, plain = opened(of, 0), opened(of, 1), opened(settings(2, zero_stage), 0)
+    for each in (first, first, plain, plain):
+        updated(each)
+    kept, exact = weights(first), weights(plain)
+    first.save(folder)()
+    dist.barrier()
+    saved = saved_tensors(folder, zero_stage, 2)
+    second.load(folder)
+    after, again = updated(first)["weights"], updated(second)["weights"]
+    return {
+        "apart": tolerance.moved_apart(kept, exact, dict(tiny.mixture(0).named_parameters())),
+        "resumed": all(torch.equal(tensor, again[name]) for name, tensor in after.items()),
+        "saved": all(torch.equal(tensor, saved[name]) for name, tensor in kept.items()),
+    }
+
+
 def steps(of: Settings, model: Any) -> dict[str, Any]:
     """Figures of two steps of the algorithm, and the weights after them."""
-    policy = engine(of, model)
-    learner, data = Learner(policy, of, Phases()), test_update.batch(longer=3)
-    return {
-        "measured": [learner.learn(data, test_update.lags(data), step) for step in (1, 2)],
-        "weights": weights(policy),
-    }
+    policy, values = engine(of, model), critic(of)
+    learner, data = Learner(policy, of, Phases(), values), test_update.batch(longer=3)
+    measured = [learner.learn(data, test_update.lags(data), step) for step in (1, 2)]
+    return {"measured": measured, "weights": weights(policy), "values": weights(values) if values else {}}
 
 
 def published(of: Settings) -> dict[str, Any]:
@@ -244,32 +306,44 @@ def imbalance() -> tuple[float, float]:
     return experts.take_imbalance(ours.policy)["expert_imbalance"], sum(means) / len(means)
 
 
-def replayed(parallel: int) -> dict[str, Any]:
-    """Figures and weights of a step with random routes, of which one sample's are lost and one's are another model's."""
-    policy = Policy(tiny.mixture(0).requires_grad_(True)).train()
-    policy.trunk.replay = plan = replay.install(policy.model)
-    of = settings(parallel, trainer={"router_replay": True})
-    trained = TrainingEngine(policy, of, "cpu")
-    learner, generator, known = Learner(trained, of, Phases()), np.random.default_rng(0), dict[bytes, bytes]()
-    data = []
+def routed(plan: replay.RouterReplay) -> tuple[list[Any], dict[bytes, bytes]]:
+    """Groups with claims of random routes, which agree about a group's prompt, and these."""
+    generator, known, data = np.random.default_rng(0), dict[bytes, bytes](), []
+
+    def drawn(tokens: int) -> Any:
+        order = generator.random((tokens, plan.decoder_layers, plan.experts)).argsort(-1)
+        return order[..., : plan.top_k].astype(np.uint8)
+
     for experience in test_update.batch(longer=3):
-        samples: list[Any] = []
+        prompt, samples = drawn(len(experience.group.prompt_token_ids)), list[Any]()
         for sample in experience.group.samples:
-            positions = len(experience.group.prompt_token_ids) + len(sample.token_ids) - 1
-            order = generator.random((positions, plan.decoder_layers, plan.experts)).argsort(-1)
             claim = f"{experience.group_id} {len(samples)}".encode()
-            known[claim] = order[..., : plan.top_k].astype(np.uint8).tobytes()
+            known[claim] = np.concatenate([prompt, drawn(len(sample.token_ids) - 1)]).tobytes()
             samples.append(dataclasses.replace(sample, routes=claim))
         group = dataclasses.replace(experience.group, samples=tuple(samples))
         data.append(dataclasses.replace(experience, group=group))
-    lost, wrong, *_ = known
-    del known[lost]
-    known[wrong] = known[wrong][1:]
+    return data, known
+
+
+def replayed(parallel: int, zero_stage: int = 1, *, is_lossy: bool = False, **tables: Any) -> dict[str, Any]:
+    """Figures and weights of a step with random routes; ``is_lossy``: of which one sample's are lost and one's are another
+    model's, and the figures of a step without any.
+    """
+    of = settings(parallel, zero_stage, **{**tables, "trainer": {"router_replay": True, **tables.get("trainer", {})}})
+    model = adapter.add(tiny.mixture(0).requires_grad_(True), of.policy, zero_stage)
+    policy = Policy(model, packing=of.trainer.packing).train()
+    policy.trunk.replay = plan = replay.install(policy.model)
+    trained, (data, known) = TrainingEngine(policy, of, "cpu"), routed(plan)
+    learner = Learner(trained, of, Phases(), critic(of))
+    if is_lossy:
+        lost, wrong, *_ = known
+        del known[lost]
+        known[wrong] = known[wrong][1:]
     learner.offer(known if dist.get_rank() == 0 else {})
     measured = learner.learn(data, test_update.lags(data), 1)
-    layout, after = learner.plan.layout if learner.plan else "", weights(trained)
+    after, layout = weights(trained), learner.plan.layout if learner.plan else ""
     learner.offer({})
-    live = learner.learn(data, test_update.lags(data), 2)
+    live = learner.learn(data, test_update.lags(data), 2) if is_lossy else {}
     return {"measured": measured, "live": live, "weights": after, "layout": layout}
 
 
@@ -314,7 +388,18 @@ def pair(folder: Path) -> dict[str, Any]:
     again = {"packing": "rows", "gradient_checkpointing": True}
     for stage in (1, 3):
         scenes[f"again-{stage}"] = steps(settings(2, stage, trainer=again), tiny.mixture(0).requires_grad_(True))
-    scenes["replayed"] = [replayed(parallel) for parallel in (1, 2)]
+    for stage in (0, 1, 3):
+        parallel, actor_critic = (2 if stage else 1), {"algorithm": ACTOR_CRITIC}
+        scenes[f"critic-{stage}"] = steps(
+            settings(parallel, stage or 1, **actor_critic), tiny.mixture(0).requires_grad_(True)
+        )
+        scenes[f"adamw_8bit-{stage}"] = of_8_bits(stage, folder / f"8-bit-{stage}") if stage else {}
+    scenes["continued-critic"] = continued_critic(folder / "critic")
+    scenes["replayed with a critic"] = [replayed(parallel, algorithm=ACTOR_CRITIC) for parallel in (1, 2)]
+    scenes["replayed with adapters"] = [replayed(1, stage, rank=4) for stage in (1, 3)]
+    scenes["replayed"], scenes["replayed in part"] = replayed(1), replayed(1, is_lossy=True)
+    for name, (parallel, stage, options) in REPLAYED.items():
+        scenes[f"replayed {name}"] = replayed(parallel, stage, trainer=options)
     scenes["imbalance"] = imbalance()
     scenes["refusals"] = refusals()
     return scenes

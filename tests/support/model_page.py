@@ -49,8 +49,9 @@ _EXPERTS = """
 
 With `trainer.expert_parallel = N` each of N ranks keeps 1/N of every layer's experts, and tokens travel to them. Router,
 shared experts and experts compute as transformers does. At ZeRO stage 3 the ranks that have the same experts divide
-them once more. With adapters, name layers without experts in `policy.lora.target_modules`. These model types are tested,
-at stages 1 to 3, on CPUs with gloo; others are refused.
+them once more. With adapters, name layers without experts in `policy.lora.target_modules`. A critic's experts are
+shared likewise, so it is a mixture, too. These model types are tested, at stages 1 to 3, on CPUs with gloo; others are
+refused.
 
 """
 _REPLAY = """
@@ -58,12 +59,15 @@ _REPLAY = """
 
 Rounding may send a token to other experts in a replica than in the trainer. With `trainer.router_replay` replicas record the experts of each token; the
 trainer sends the token there, with its own router's live scores and their gradients. The experts stay on the replicas' [shelves](reference/bus.md#shelves), a byte each, and need another replica or
-reward service for the second copy (`bus.payload_copies`). A sample whose experts are lost is routed live and counted (`routed_live`).
+reward service for the second copy (`bus.payload_copies`). A sample whose experts are lost is routed live and counted (`routed_live`). Critics and references route live.
 
-With `rollout.engine = "transformers"`: the model types above. With `"vllm"` (0.26 or 0.32, unquantised) {families}, of which float32 weights on CPUs give the
+It works with ranks that share experts, or rows, at all ZeRO stages, and with adapters that replicas receive merged.
+Refused are `[episodes]`, whose trees have no experts, and adapters that vLLM merges itself.
+
+With `rollout.engine = "transformers"`: the model types above. With `"vllm"` (0.26 or 0.32, `glm4_moe` with 0.32 only, unquantised) {families}, of which float32 weights on CPUs give the
 experts that the trainer chooses by itself, and without kernels that choose experts themselves. vLLM records the experts of the tokens from which a
 completion was drawn: the other tokens of prompts, which it may find in its cache, are routed live. Records stay on the GPU until their request ends, beside the memory that vLLM
-plans: a byte a layer and expert of each running token.
+plans: a byte a layer and expert of each running token, three times while the record grows. `penstock plan` counts this, and the memory of the trainer's host and GPUs.
 """
 _REFUSED = """
 ## Refused

@@ -84,11 +84,16 @@ def save(name: str, folder: Path) -> None:
     _widen(config.get_text_config())
     model: Any = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
     model_zoo.randomise(model)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):  # which no update changes
+            torch.nn.init.normal_(buffer, std=0.1)
     model.save_pretrained(folder)
 
 
 def _widen(config: Any) -> None:
     """Use heads of 32 instead of 16; fewer of them if their width is not a field."""
+    if config.model_type == "glm4_moe":
+        config.head_dim = 16  # no field of transformers, but in its checkpoints, and vLLM asks for it
     values = config.to_dict()  # in some families an attribute is that of one layer, unusable here
     for field in ("head_dim", "global_head_dim", "swa_head_dim", "v_head_dim"):
         if values.get(field) == 16:

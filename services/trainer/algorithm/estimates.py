@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -21,13 +22,14 @@ Reference = Callable[[MicroBatch], TokenLogprobs]
 
 
 class AdapterOff:
-    """Reference of a policy with adapters: the same weights without them."""
+    """Reference of a policy with adapters: the same weights without them, whose routers choose, as in other references."""
 
     def __init__(self, engine: TrainingEngine) -> None:
         self._engine = engine
 
     def __call__(self, batch: MicroBatch) -> TokenLogprobs:
-        with adapter.off(self._engine.policy):
+        policy: Any = self._engine.policy
+        with adapter.off(policy), policy.trunk.routing_live():
             logprobs: TokenLogprobs = self._engine.evaluate(batch)
             return logprobs
 

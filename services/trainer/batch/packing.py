@@ -198,9 +198,14 @@ class MicroBatch:
     """None: this rank computes all of it."""
 
     @property
+    def computed(self) -> "MicroBatch":
+        """What this rank computes of it."""
+        return self if self.shard is None else self.shard.part
+
+    @property
     def tokens(self) -> int:
         """Positions that this rank computes."""
-        return int((self if self.shard is None else self.shard.part).input_ids_BT.size)
+        return int(self.computed.input_ids_BT.size)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

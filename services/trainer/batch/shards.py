@@ -13,7 +13,7 @@ import dataclasses
 
 import numpy as np
 
-from penstock.services.trainer.batch.packing import MicroBatch, Shard, micro_batch
+from penstock.services.trainer.batch.packing import MicroBatch, RoutedSample, Shard, micro_batch
 from penstock.services.trainer.batch.segments import Int64Array, Segments, join
 
 
@@ -41,7 +41,15 @@ def _part(whole: MicroBatch, ids_BT: Int64Array, segments: Segments, rank: int, 
         temperatures_N=whole.temperatures_N[places_N],
         support=None if whole.support is None else whole.support.at(places_N),
         teacher=None if whole.teacher is None else whole.teacher.at(places_N),
+        routed=tuple(_own(routed, own) for routed in whole.routed),
         ranks=ranks,
     )
     shard = Shard(part, places_N, len(whole.targets_N))
     return dataclasses.replace(whole if rank == 0 else micro_batch([]), shard=shard, flops=whole.flops / ranks)
+
+
+def _own(sample: RoutedSample, own: slice) -> RoutedSample:
+    """Return ``sample`` with its places among the tokens ``own`` of the row."""
+    columns_P = sample.columns_P
+    is_own_P = (columns_P >= own.start) & (columns_P < own.stop)
+    return dataclasses.replace(sample, columns_P=np.where(is_own_P, columns_P - own.start, -1))

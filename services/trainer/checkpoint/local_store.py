@@ -18,6 +18,7 @@ import functools
 import hashlib
 import json
 import os
+import re
 import shutil
 import stat
 from collections.abc import Mapping
@@ -43,6 +44,7 @@ START = "start"
 _DIGEST = "sha256"
 """SHA-256 of the marker's other fields, except the signature."""
 _MOST_READERS, _READ_BYTES = 8, 1 << 20
+_EXPERTS = re.compile(r"/experts_\d+_model_states\.pt$")
 DAMAGED = "damaged-"
 """Of the names of folders that are set aside."""
 
@@ -217,7 +219,13 @@ def base_of(policy: PolicySettings) -> str:
     return f"{policy.model} (rank {lora.rank}, alpha {lora.alpha:g}, {lora.target_modules})" if lora.rank else ""
 
 
-def check_base(checkpoint: Checkpoint, policy: PolicySettings) -> None:
+def check_readable(checkpoint: Checkpoint, policy: PolicySettings) -> None:
+    """Raise SettingsError for a checkpoint of other adapters, or of divided experts in files of their own."""
+    if any(_EXPERTS.search(file.name) for file in checkpoint.files):
+        raise SettingsError(
+            f"the checkpoint in {checkpoint.folder} has experts in files of their own, as an unreleased Penstock wrote them: use that "
+            "version, or start a run from what its `penstock export` writes"
+        )
     base, expected = base_of(policy), checkpoint.state.adapter_of
     if base != expected:
         raise SettingsError(

@@ -159,7 +159,7 @@ def _of_snapshot(folder: Path) -> PolicyWeights:
 
 
 def _of_checkpoint(checkpoint: local_store.Checkpoint, settings: Settings) -> PolicyWeights:
-    local_store.check_base(checkpoint, settings.policy)
+    local_store.check_readable(checkpoint, settings.policy)
     state = checkpoint.state
     weights = "" if state.zero_stage == 3 or state.expert_parallel > 1 else "model_states.pt"
     if reason := local_store.damage(checkpoint.folder, weights, open_signer(settings)):

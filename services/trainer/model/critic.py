@@ -28,7 +28,7 @@ class Critic(nn.Module):
         return self
 
     def forward(self, batch: MicroBatch) -> Tensor:
-        hidden_ND = self.trunk.hidden_states(batch if batch.shard is None else batch.shard.part)
+        hidden_ND = self.trunk.hidden_states(batch.computed)
         values_N1: Tensor = self.value_head(hidden_ND).float()
         return (values_N1 if batch.shard is None else ulysses.to_first(values_N1, batch.shard)).squeeze(-1)
 

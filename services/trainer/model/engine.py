@@ -469,7 +469,7 @@ def _config(settings: Settings, ranks: int, *, keeps_all: bool) -> dict[str, Any
     zero: dict[str, Any] = {"stage": trainer.zero_stage}
     # DeepSpeed's own linear layer frees whole weights until the backward pass; checkpointing does so anyway, and
     # would compute each layer's last product again.
-    linear = {"memory_efficient_linear": keeps_all}
+    own: dict[str, Any] = {"memory_efficient_linear": keeps_all, "leaf_module": {"classes": []}}  # see ``whole_layers``
     pinned = {"device": "cpu", "pin_memory": pick_device(settings.run.device) == "cuda"}
     if trainer.offload != "none":
         zero["offload_optimizer"] = pinned
@@ -483,7 +483,7 @@ def _config(settings: Settings, ranks: int, *, keeps_all: bool) -> dict[str, Any
         "gradient_accumulation_steps": 1,  # boundaries are set by hand
         "gradient_clipping": trainer.max_grad_norm,
         "bf16": {"enabled": settings.policy.dtype == "bfloat16"},
-        "zero_optimization": {**linear, **flat, **trainer.deepspeed.get("zero_optimization", {}), **zero},
+        "zero_optimization": {**own, **flat, **trainer.deepspeed.get("zero_optimization", {}), **zero},
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,  # DeepSpeed's own is compiled at run time
         "steps_per_print": 2**31 - 1,

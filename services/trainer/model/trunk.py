@@ -74,6 +74,15 @@ class Trunk:
         finally:
             self._kind = before
 
+    @contextlib.contextmanager
+    def routing_live(self) -> Iterator[None]:
+        """Replay no routes within the block."""
+        before, self.replay = self.replay, None
+        try:
+            yield
+        finally:
+            self.replay = before
+
     def check_shards(self, ranks: int) -> None:
         """Raise SettingsError if ``ranks`` ranks cannot compute a row together."""
         reason = self.reason or ('trainer.packing = "sequences"' if self.packing == "sequences" else "")

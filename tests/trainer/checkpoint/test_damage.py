@@ -2,6 +2,7 @@
 has a real trainer.
 """
 
+import dataclasses
 import hashlib
 import json
 from collections.abc import Callable
@@ -12,7 +13,7 @@ import torch
 
 from penstock.services.trainer.checkpoint import local_store
 from penstock.services.trainer.checkpoint.local_store import Checkpoint
-from penstock.services.trainer.checkpoint.manifests import CheckpointState, digest_of
+from penstock.services.trainer.checkpoint.manifests import CheckpointFile, CheckpointState, digest_of
 from penstock.services.trainer.checkpoint.remote_store import CheckpointStore
 from penstock.services.trainer.checkpoint.s3 import ObjectStore
 from penstock.services.trainer.rank0.resume import ResumePoint, find_resume
@@ -403,3 +404,13 @@ async def test_a_real_trainer_repeats_the_lost_steps_bit_for_bit_from_the_checkp
             again = await run.weights(ledger)
             assert all(torch.equal(again[name], expected[name]) for name in expected)
             await run.stops(process)
+
+
+def test_experts_in_files_of_their_own_are_refused(tmp_path: Path) -> None:
+    whole, policy = written(tmp_path, 1), Settings().policy
+    local_store.check_readable(whole, policy)
+    more = CheckpointFile("engine/engine/experts_01_model_states.pt", 5, "0" * 64)
+    with pytest.raises(
+        SettingsError, match="has experts in files of their own, as an unreleased Penstock wrote them: use"
+    ):
+        local_store.check_readable(dataclasses.replace(whole, files=(*whole.files, more)), policy)

@@ -2,7 +2,8 @@
 
 DeepSpeed calls them leaf modules. It reduces a leaf module's gradients once the backward pass has reached its first
 inputs, and that once per call. So a layer must be called once in a forward pass, on hidden states that need gradients,
-and all its weights must be trained and in no other layer; others are gathered module by module.
+and all its weights must be trained and in no other layer; others are gathered module by module, also the mixtures that
+DeepSpeed would mark by itself.
 """
 
 from collections import Counter

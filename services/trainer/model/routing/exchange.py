@@ -27,7 +27,9 @@ class RouteExchange:
     def exchange(self, batches: Sequence[MicroBatch]) -> tuple[dict[str, float], str]:
         """Take the routes of this rank's passes; return the step's figures and a digest of what has routes. Collective."""
         self._replay.forget()
-        lengths = {(each.claim, (len(each.columns_P), each.drawn)) for batch in batches for each in batch.routed}
+        lengths = {
+            (each.claim, (len(each.columns_P), each.drawn)) for batch in batches for each in batch.computed.routed
+        }
         known_once = Counter(claim for claim, _ in lengths)  # a claim of samples of several lengths is none's
         tokens = {claim: length for claim, length in lengths if known_once[claim] == 1}
         taken = set()
@@ -62,5 +64,5 @@ class RouteExchange:
 
     def _columns(self, batch: MicroBatch) -> int:
         """Return how many of a pass's tokens have routes."""
-        known = [columns[columns >= 0] for columns in map(self._replay.columns_of, batch.routed)]
+        known = [columns[columns >= 0] for columns in map(self._replay.columns_of, batch.computed.routed)]
         return len(np.unique(np.concatenate(known))) if known else 0

@@ -89,7 +89,8 @@ def load_ranges(optimizer: Any, folder: Path) -> None:
     Raises:
         SettingsError: the files do not say what they hold, or lack a part of it.
     """
-    pieces, step = _read(folder)
+    pieces = _read(folder)
+    step = _step_of(pieces, folder)
     if (own := ranges_of(optimizer)) is None:
         raise _refused(folder, "grad_accum_dtype in trainer.deepspeed at stage 1 cannot continue it")
     is_stage_3 = hasattr(optimizer, "fp32_partitioned_groups_flat")
@@ -114,8 +115,7 @@ def load_ranges(optimizer: Any, folder: Path) -> None:
 
 def joined(folder: Path, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return those of a rank's weights, in its ``parts``, that all ranks' files in ``folder`` have, with all experts."""
-    pieces, _ = _read(folder)
-    whole = {}
+    pieces, whole = _read(folder), {}
     for name, part in parts.items():
         if ranges := pieces.get(name):
             numel = max(piece.start + piece.numel for piece, _ in ranges)
@@ -125,23 +125,27 @@ def joined(folder: Path, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return whole
 
 
-def _read(folder: Path) -> tuple[_Pieces, Tensor]:
-    """Return the saved ranges, and AdamW's step."""
+def _read(folder: Path) -> _Pieces:
+    """Return the saved ranges."""
     pieces: dict[str, list[tuple[Range, Mapping[str, Tensor]]]] = defaultdict(list)
-    step = None
     for path in sorted(folder.rglob(f"*{_STATES}")):
         saved = torch.load(path, map_location="cpu", weights_only=True)
         if RANGES not in saved:
             raise _refused(folder, "an older Penstock, or grad_accum_dtype in trainer.deepspeed at stage 1, wrote it")
         flats = _flats(saved["optimizer_state_dict"])
         for part in (Range(*each) for each in saved[RANGES]):
-            if not {"step", *_MOMENTS} <= flats[part.flat].keys():
-                raise _refused(folder, 'it has no moments of trainer.optimizer = "adamw"')
-            step = flats[part.flat]["step"]
             pieces[part.name].append((part, flats[part.flat]))
-    if step is None:
+    if not pieces:
         raise _refused(folder, "trainer.zero_stage = 0 wrote it")
-    return pieces, step
+    return pieces
+
+
+def _step_of(pieces: _Pieces, folder: Path) -> Tensor:
+    """Return AdamW's step."""
+    states = [flats for parts in pieces.values() for _, flats in parts]
+    if not all({"step", *_MOMENTS} <= each.keys() for each in states):
+        raise _refused(folder, 'it has no moments of trainer.optimizer = "adamw"')
+    return states[-1]["step"]
 
 
 def _flats(states: Any) -> list[Mapping[str, Tensor]]:

@@ -181,7 +181,8 @@ def config(family: str = "qwen3_moe", **parallel: Any) -> Any:
     ("of", "release", "refusal"),
     [
         (config(), (0, 33), r"expected vLLM 0\.26 or 0\.32 with trainer\.router_replay, found 0\.33"),
-        (config("deepseek_v3"), (0, 26), "tested in vLLM with gpt_oss, mixtral, olmoe, .*, found 'deepseek_v3'"),
+        (config("deepseek_v3"), (0, 32), r"tested in vLLM 0\.32 with glm4_moe, gpt_oss, .*, found 'deepseek_v3'"),
+        (config("glm4_moe"), (0, 26), r"tested in vLLM 0\.26 with gpt_oss, mixtral, .*, found 'glm4_moe'"),
         (config("qwen2"), (0, 32), "found 'qwen2': set trainer.router_replay to false"),
         (config(enable_dbo=True), (0, 26), "enable_dbo is not allowed in rollout.vllm.arguments"),
         (config(prefill_context_parallel_size=2), (0, 32), "prefill_context_parallel_size is not allowed"),

@@ -22,8 +22,10 @@ from penstock.shared.errors import SettingsError
 from penstock.shared.model.routes import id_type
 
 COMPARED = {(0, 26), (0, 32)}
-FAMILIES = frozenset({"gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"})
-"""Model types whose recorded experts were compared with the trainer's (``tests/support/vllm_agreement.py``)."""
+FAMILIES = {**dict.fromkeys(("gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"), (0, 26)), "glm4_moe": (0, 32)}
+"""Model types whose recorded experts were compared with the trainer's (``tests/support/vllm_agreement.py``), and since which
+release.
+"""
 _SET_FALSE = "set trainer.router_replay to false"
 
 
@@ -79,9 +81,11 @@ def _check(config: Any) -> None:
         raise SettingsError(
             f"expected vLLM {releases} with trainer.router_replay, found {installed[0]}.{installed[1]}: {_SET_FALSE}"
         )
-    if family not in FAMILIES:
+    known = sorted(name for name, since in FAMILIES.items() if since <= installed)
+    if family not in known:
         raise SettingsError(
-            f"trainer.router_replay is tested in vLLM with {', '.join(sorted(FAMILIES))}, found {family!r}: {_SET_FALSE}"
+            f"trainer.router_replay is tested in vLLM {installed[0]}.{installed[1]} with {', '.join(known)}, found {family!r}: "
+            f"{_SET_FALSE}"
         )
     for name, is_used in (
         ("enable_dbo", parallel.enable_dbo),
