@@ -42,11 +42,12 @@ def problem(source: str, *values: Any) -> str:
     """Return what is wrong; what is left to a clean interpreter is compared here."""
     (split,) = asserts.split([source])
     given = tuple(json.dumps(plain_data.tagged(eval(text), "given")) for text in split.given)
-    found = AssertTest(split, given).problem(finished(*values), 0.0)
-    if isinstance(found, str):
-        return found
+    left = AssertTest(split, given).problem(finished(*values), 0.0)
+    if isinstance(left, str):
+        return left
     with patch.object(builtins, "math", math, create=True):  # as the prelude does
-        return comparison.holds(*found.arguments)
+        arguments: Any = left.arguments
+        return comparison.holds(*arguments)
 
 
 def holds(source: str, *values: Any) -> bool:
