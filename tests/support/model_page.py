@@ -58,7 +58,7 @@ _REPLAY = """
 
 Rounding may send a token to other experts in a replica than in the trainer. With `trainer.router_replay` replicas record the experts of each token; the
 trainer sends the token there, with its own router's live scores and their gradients. The experts stay on the replicas' [shelves](reference/bus.md#shelves), a byte each, and need another replica or
-reward service for the second copy (`bus.payload_copies`). A sample whose experts are lost is routed live and counted (`routed_live`).
+reward service for the second copy. A sample whose experts are lost is routed live and counted (`routed_live`).
 
 With `rollout.engine = "transformers"`: the model types above. With `"vllm"` (0.26 or 0.32, unquantised) {families}, of which float32 weights on CPUs give the
 experts that the trainer chooses by itself, and without kernels that choose experts themselves. vLLM records the experts of the tokens from which a
