@@ -30,8 +30,8 @@ from penstock.services.reward.scorers.answer.scorer import AnswerMatcher
 from penstock.shared.bus.messages import FinishReason, GroupId, Prompt, RolloutGroup, Sample, Sampling, ScoreStatus
 from penstock.shared.settings.rewards.scorers import AnswerScorer
 
-LEAST_PER_S = 150
-LEAST_SHARE_UNDER_50_MS = 0.95
+LEAST_PER_S = 300
+LEAST_SHARE_UNDER_50_MS = 0.99
 
 
 @dataclasses.dataclass(frozen=True)
