@@ -243,7 +243,9 @@ def main() -> None:
         or figures["share_under_50ms"] < LEAST_SHARE_UNDER_50_MS
         or figures["wrong"] + figures["algebra_wrong"]
     ):
-        sys.exit("expected at least 300 answers/s, 99 % of them under 50 ms, and no wrong verdict")
+        sys.exit(
+            f"expected at least {LEAST_PER_S} answers/s, {LEAST_SHARE_UNDER_50_MS:.0%} of them under 50 ms, and no wrong verdict"
+        )
 
 
 if __name__ == "__main__":

@@ -61,7 +61,7 @@ def main() -> None:
     arguments = parser.parse_args()
     settings = loads(f"policy.model = {arguments.model!r}", "the command line")
     dtype = getattr(torch, arguments.dtype)
-    margin = settings.weights.probe_margin
+    margin = settings.guards.limit("probe")
     texts = completions(arguments.model, arguments.tokens)
     probe = Prober(ProbedTrainer(arguments.model), settings).next(texts)  # type: ignore[arg-type]
     assert probe is not None

@@ -22,7 +22,7 @@ _WEIGHTS = Row(
         Panel("Version", "The version that each replica generates with, and the head.", "short",
               (Query("penstock_rollout_policy_version<>"), Query("max by (namespace, run) (penstock_coordinator_head_version<>)", "head"))),
         Panel("Swap", "Pause between the last decoding step under old weights and the first under new ones.", "s", quantiles("penstock_rollout_weight_swap_seconds", "path")),
-        Panel("Agreement with the trainer", "Mean difference of the logprobs that trainer and replica compute for the same tokens, and its limit (weights.probe_margin), above which weights or kernels are wrong.", "suffix: nats",
+        Panel("Agreement with the trainer", "Mean difference of the logprobs that trainer and replica compute for the same tokens, and its limit (guards.limits.probe), above which weights or kernels are wrong.", "suffix: nats",
               (Query("penstock_rollout_probe_gap_nats<>"), Query("max(penstock_rollout_probe_limit_nats<>)", "limit"))),
     ),
 )  # fmt: skip

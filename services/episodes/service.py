@@ -177,8 +177,7 @@ async def run(settings: Settings, replica: str) -> None:
     """Serve until SIGTERM."""
     if not settings.episodes.is_on:
         raise SettingsError(
-            "expected episodes.environment, openenv, tools, mcp, executor, agent, agent_url or verifiers for this service, found none: "
-            "set one of them"
+            "expected episodes.environment, tools, mcp, executor or agent for this service, found none: set one of them"
         )
     async with serve(settings, "episodes", replica) as context, contextlib.AsyncExitStack() as around:
         context.status.start.begin("loading the tokenizer")
@@ -199,7 +198,7 @@ async def run(settings: Settings, replica: str) -> None:
 async def driver_of(settings: Settings, secret: Secret, hosts: Hosts, tokens: int) -> AsyncIterator[Driver]:
     """Yield what plays episodes of ``tokens`` at most; with an agent, the endpoint is open during the body."""
     answer_field = settings.data.answer_field
-    if not settings.episodes.has_agent:
+    if not settings.episodes.agent:
         python = Python(settings) if settings.episodes.executor else None
         try:
             yield ToolLoop(settings.episodes, hosts, answer_field, python)

@@ -5,7 +5,7 @@ token by token, what rounding changes in its own logprobs (``Probe.noise``), and
 (``Probe.change``). Weights are wrong if
 
 ====== =================================================================================================
-gap    its mean exceeds ``weights.probe_margin`` × the mean noise, or in a part of a sequence twice that
+gap    its mean exceeds the limit of the guard ``probe`` × the mean noise, or in a part of a sequence twice that
 stale  the gap cancels more than half of the last step's change, beyond chance
 ====== =================================================================================================
 
@@ -49,7 +49,7 @@ PROBE_GAP_MAX = Gauge(
 )
 PROBE_LIMIT = Gauge(
     "penstock_rollout_probe_limit_nats",
-    "Mean difference above which the last probe is an alarm (weights.probe_margin).",
+    "Mean difference above which the last probe is an alarm (guards.limits.probe).",
 )
 PROBE_ALARMS = Counter("penstock_rollout_probe_alarms_total", "Probes that found wrong or stale weights.")
 
@@ -118,7 +118,7 @@ class ProbeCheck:
         detail = (
             f"version {record.version}: {finding.problem}: likely causes are weights that the engine did not load in full or loaded "
             "into the wrong place, another policy.model or policy.dtype than the trainer's, quantization (rollout.vllm), or "
-            "an attention kernel of lower precision; weights.probe_margin sets the limit, as a multiple of what rounding "
+            "an attention kernel of lower precision; guards.limits.probe sets the limit, as a multiple of what rounding "
             "changes in the trainer's own logprobs"
         )
         log.warning("probe gap", extra={"detail": detail})

@@ -218,7 +218,7 @@ class Rollout:
             replica,
             puller,
             deadline_s=settings.weights.deadline_s,
-            probe_margin=settings.weights.probe_margin,
+            probe_margin=settings.guards.limit("probe"),
             hold=self._hold,
             pulling=functools.partial(turns.pulling, engine),
         )

@@ -13,7 +13,7 @@ from stat import S_ISREG
 from typing import TypeVar
 
 from penstock.services.tracking.offset import Offset
-from penstock.services.tracking.points import REPORT, TABLE, Point, Segments, results_of
+from penstock.services.tracking.points import REPORT, Point, Segments, results_of
 from penstock.services.tracking.sink_client import SinkClient, SinkFailure
 from penstock.services.tracking.tables import RolloutLines
 from penstock.shared.backoff import Backoff
@@ -88,9 +88,9 @@ class Follower:
         self._bus = bus
         self._path = folder / "tracking" / f"{self.name}.json"
         self._behind = behind
-        self._files_path: Path | None = None
+        self._has_artifacts_apart = False
         if behind is not None:
-            behind._files_path = self._path
+            behind._has_artifacts_apart = True
         self._sink = sink
         self._tell = tell
         self._again = again
@@ -157,14 +157,7 @@ class Follower:
         return True
 
     def _load(self) -> Offset:
-        """Read the offset. That of an older Penstock may have tables and the report, which become another's."""
         offset = Offset.read(self._path)
-        if self._files_path is not None:
-            if not self._files_path.exists():
-                files = [point for point in offset.pending if _is_file(point)]
-                Offset(rollouts=offset.rollouts, report=offset.report, pending=files).write(self._files_path)
-            offset.pending = [point for point in offset.pending if not _is_file(point)]
-            offset.rollouts, offset.report = Offset().rollouts, Offset().report
         if offset.segments.points > 0 and not offset.pending:
             self._delivered = copy.deepcopy(offset.segments)
         return offset
@@ -183,7 +176,7 @@ class Follower:
             return offset
         else:
             more, offset.segments = False, copy.deepcopy(self._behind._delivered)
-        if self._files_path is None:
+        if not self._has_artifacts_apart:
             lines = await self._read_rollouts(offset)
             if not more and lines < _TABLES:
                 await self._read_report(offset)
@@ -239,10 +232,6 @@ class Follower:
         path = self._report.path
         reported = ({**point, REPORT: str(path)} if REPORT in point else point for point in points)
         return [point for point in reported if REPORT not in point or path.is_file()]
-
-
-def _is_file(point: Point) -> bool:
-    return TABLE in point or REPORT in point
 
 
 async def finish(followers: Sequence[Follower], within_s: float) -> None:

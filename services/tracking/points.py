@@ -87,8 +87,6 @@ class Segments:
         return {**self._point(self.last_step, at_s, {}), REPORT: str(path)}
 
     def _segment_of(self, version: int) -> int:
-        if len(self.earlier) < self.segment:  # the offset of an older Penstock
-            return self.segment
         starts = [first for first, _ in self.earlier] + [self.first_version]
         return max((number for number, first in enumerate(starts) if first <= version), default=0)
 

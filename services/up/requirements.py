@@ -88,7 +88,7 @@ def _of_episodes(episodes: EpisodesSettings) -> Iterator[str]:
         yield "mcp"
     if episodes.openenv:
         yield "websockets"
-    if episodes.verifiers:
+    if episodes.env_server:
         yield "zmq"
 
 

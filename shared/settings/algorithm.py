@@ -125,15 +125,14 @@ class AlgorithmSettings(RuleSettings, BatchSettings):
     @property
     def compares_whole_samples(self) -> bool:
         """Whether a group can be trained only if all tokens of all its samples count."""
-        penalised = self.kl.where == "reward" and self.kl.coefficient > 0
         by_group = self.advantage in ("grpo", "dr_grpo", "rloo", "maxrl") or ":" in self.advantage
-        return self.loss == "dpo" or (penalised and by_group)
+        return self.loss == "dpo" or (self.kl.in_reward and by_group)
 
     def _of_parts(self) -> str:
         """Return what is wrong among the settings of every rule, and what to change, or nothing."""
         if self.on_stale == "mask" and self.compares_whole_samples:
             because = (
-                'loss = "dpo"' if self.loss == "dpo" else f'kl.where = "reward" and advantage = "{self.advantage}"'
+                'loss = "dpo"' if self.loss == "dpo" else f'kl.estimator = "k1" and advantage = "{self.advantage}"'
             )
             return (
                 f'expected another algorithm.on_stale than "mask" with {because}, which compares whole samples, masked '
@@ -149,11 +148,6 @@ class AlgorithmSettings(RuleSettings, BatchSettings):
             return (
                 f"expected algorithm.correction_band to contain the ratio 1, found [{low:g}, {high:g}]: change "
                 "algorithm.correction_band"
-            )
-        if self.kl.coefficient and self.kl.where == "loss" and self.kl.estimator == "k1":
-            return (
-                'expected algorithm.kl.estimator "k2" or "k3" with kl.where = "loss", where the gradient of k1 is noise around 0, found '
-                '"k1": change algorithm.kl.estimator, or set algorithm.kl.where = "reward"'
             )
         return ""
 

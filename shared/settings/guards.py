@@ -19,7 +19,7 @@ OF_GENERATION: tuple[Guard, ...] = (
 
 LIMITS = {
     "kl": 1.0, "reference_kl": 0.0, "entropy": 1e-4, "lag": 0.25, "throughput": 0.5, "starving": 0.8, "unscored": 16.0,
-    "stalled": 600.0,
+    "stalled": 600.0, "probe": 3.0,
 }  # fmt: skip
 _SHARES = ("lag", "throughput", "starving")
 
@@ -38,7 +38,9 @@ class GuardsSettings(Section):
     `entropy` (1e-4, the smallest). Shares: `lag` (0.25) of samples that are dropped as stale, `throughput` (0.5, the
     smallest) of the median tokens/s of the steps before (four times as many), `starving` (0.8) of the time spent waiting.
     `unscored` (16) groups in a row without a reward, or refused prompts if they are at least as many as slots; `stalled`
-    (600, or 0.05 for each of sampling.max_new_tokens) seconds without a committed step while the run is running."""
+    (600, or 0.05 for each of sampling.max_new_tokens) seconds without a committed step while the run is running.
+    `probe` (3) times the mean change by rounding, to the number type with which replicas generate, by which a replica's
+    logprobs may differ from the trainer's."""
 
     @model_validator(mode="after")
     def _agree(self) -> "GuardsSettings":

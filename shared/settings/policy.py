@@ -59,9 +59,6 @@ class WeightsSettings(Section):
     shadow: Literal["auto", "full", "bucketed"] = Field(default="auto")
     """Where a replica receives weights: in a second copy (`full`), or bucket by bucket in the live ones while
     generation is held (`bucketed`). `auto`: full if it fits into memory."""
-    probe_margin: PositiveFloat = Field(default=3.0)
-    """The guard `probe` trips where a replica's logprobs differ from the trainer's by more than this many times the
-    mean change by rounding, to the number type with which replicas generate."""
     folder: OptionalPath = Field(default=None)
     """Folder of the snapshots. Empty: /dev/shm/penstock-<user>/<run id>-<hash of the run's folder>."""
     keep: ClassVar[int] = 4

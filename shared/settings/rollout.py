@@ -171,25 +171,23 @@ class RolloutSettings(Section):
 
 
 class EpisodesSettings(Section):
-    """Episodes of several turns (docs/episodes.md). Set environment, openenv, tools, mcp, executor, agent, agent_url or
-    verifiers; sampling.max_new_tokens then limits a turn."""
+    """Episodes of several turns (docs/episodes.md). Set environment, tools, mcp, executor or agent;
+    sampling.max_new_tokens then limits a turn."""
 
-    environment: str = Field(default="", pattern=rf"^$|{_OBJECT}")
-    """`package.module:Class` of an environment."""
+    environment: str = Field(default="", pattern=rf"^$|{_OBJECT}|^https?://[^/@\s]+")
+    """`package.module:Class` of an environment, or the URL of an OpenEnv server."""
     tools: tuple[Annotated[str, Field(pattern=_OBJECT)], ...] = Field(default=())
     """Functions that the policy can call, each `package.module:function`."""
     mcp: tuple[Annotated[str, Field(pattern=r"\S")], ...] = Field(default=())
     """MCP servers whose tools the policy can call: commands, or URLs (http, https) of streamable HTTP."""
-    openenv: str = Field(default="", pattern=r"^$|^https?://[^/@\s]+")
-    """URL of an OpenEnv server, whose environment takes the place of `environment`."""
     executor: Literal["", "stdlib", "numpy"] = Field(default="")
     """Interpreter of the tool `python` in the code executor; empty: no such tool."""
-    agent: str = Field(default="", pattern=rf"^$|{_OBJECT}")
-    """`package.module:function` of an agent, which asks the policy over HTTP."""
-    agent_url: str = Field(default="", pattern=r"^$|^https?://[^\s@/?#][^\s@]*$")
-    """Where an agent is POSTed each episode, and answers its reward (docs/episodes.md)."""
-    verifiers: str = Field(default="", pattern=r"^$|^tcp://[^/\s]+:[0-9]+$|^ipc:///\S+$")
-    """Address of an EnvServer of verifiers, `tcp://host:port`, which plays the agent."""
+    agent: str = Field(
+        default="",
+        pattern=rf"^$|{_OBJECT}|^https?://[^\s@/?#][^\s@]*$|^tcp://[^/\s]+:[0-9]+$|^ipc:///\S+$",
+    )
+    """Agent that asks the policy over HTTP: `package.module:function`, the URL to which each episode is POSTed, or
+    `tcp://host:port` of an EnvServer of verifiers (docs/episodes.md)."""
     max_turns: Annotated[int, Field(ge=1, le=200)] = Field(default=8)
     """Answers in an episode, at most 200."""
     tool_s: PositiveFloat = Field(default=30.0)
@@ -210,13 +208,19 @@ class EpisodesSettings(Section):
         return bool(self.name)
 
     @property
-    def has_agent(self) -> bool:
-        """Whether the policy is asked over HTTP."""
-        return bool(self.agent or self.agent_url or self.verifiers)
+    def agent_url(self) -> str:
+        """Where an agent is POSTed each episode; empty: the agent is not such a server."""
+        return self.agent if self.agent.startswith(("http://", "https://")) else ""
 
     @property
-    def has_environment(self) -> bool:
-        return bool(self.environment or self.openenv)
+    def env_server(self) -> str:
+        """Address of an EnvServer of verifiers; empty: the agent is another."""
+        return self.agent if self.agent.startswith(("tcp://", "ipc://")) else ""
+
+    @property
+    def openenv(self) -> str:
+        """URL of an OpenEnv server; empty: the environment is a class."""
+        return self.environment if "://" in self.environment else ""
 
     @property
     def profiles(self) -> tuple[str, ...]:
@@ -226,12 +230,12 @@ class EpisodesSettings(Section):
     @property
     def has_code(self) -> bool:
         """Whether code of the user's runs in processes of this service."""
-        return bool(self.has_environment or self.tools or self.mcp or self.agent or self.verifiers)
+        return bool(self.environment or self.tools or self.mcp or (self.agent and not self.agent_url))
 
     @property
     def keeps_state(self) -> bool:
         """Whether a call of a tool may change what later calls answer, so that a call is made once."""
-        return bool(self.has_environment or self.mcp)
+        return bool(self.environment or self.mcp)
 
     @property
     def patience_s(self) -> float:
@@ -241,8 +245,11 @@ class EpisodesSettings(Section):
     @property
     def name(self) -> str:
         """What turns happen in, for prompts and reports."""
-        player = self.environment or self.openenv or self.agent or self.agent_url or self.verifiers
-        return player or ", ".join((*self.tools, *self.mcp, *(["python"] if self.executor else [])))
+        return (
+            self.environment
+            or self.agent
+            or ", ".join((*self.tools, *self.mcp, *(["python"] if self.executor else [])))
+        )
 
     def check_beside(self, others: Sequence[str], rewarded: Sequence[str]) -> None:
         """Raise ValueError for settings that do not work with episodes yet, or scorers ``rewarded`` by no environment."""
@@ -250,22 +257,18 @@ class EpisodesSettings(Section):
             raise ValueError(
                 f"expected no {others[0]} with [episodes], which do not work together yet: leave one of them out"
             )
-        if rewarded and not (self.has_environment or self.has_agent):
+        if rewarded and not (self.environment or self.agent):
             raise ValueError(
-                f"expected episodes.environment, openenv, agent, agent_url or verifiers with the scorer {rewarded[0]!r}, whose value is "
-                "the reward that these give: set one of them, or leave the scorer out"
+                f"expected episodes.environment or episodes.agent with the scorer {rewarded[0]!r}, whose value is the reward "
+                "that these give: set one of them, or leave the scorer out"
             )
 
     @model_validator(mode="after")
     def _agree(self) -> "EpisodesSettings":
-        players = [
-            name for name in ("environment", "openenv", "agent", "agent_url", "verifiers") if getattr(self, name)
-        ]
-        if len(players) > 1:
-            raise ValueError(f"expected one of episodes.{players[0]} and episodes.{players[1]}: leave one of them out")
-        if self.has_agent and (beside := [name for name in ("tools", "mcp", "executor") if getattr(self, name)]):
+        own_tools = [name for name in ("environment", "tools", "mcp", "executor") if getattr(self, name)]
+        if self.agent and own_tools:
             raise ValueError(
-                f"expected no episodes.{beside[0]} with episodes.{players[0]}, which calls its own tools: leave one of them out"
+                f"expected no episodes.{own_tools[0]} with episodes.agent, which has tools of its own: leave one of them out"
             )
         host, agent = self.listen.rpartition(":")[0].strip("[]"), urlsplit(self.agent_url).hostname
         if agent and not _HERE.match(agent) and (_HERE.match(host) or host in ("0.0.0.0", "::")):  # noqa: S104 (refused)
@@ -276,7 +279,6 @@ class EpisodesSettings(Section):
         changed = sorted(name for name, of in type(self).model_fields.items() if getattr(self, name) != of.default)
         if not self.is_on and changed:
             raise ValueError(
-                "expected episodes.environment, openenv, tools, mcp, executor, agent, agent_url or verifiers with "
-                f"episodes.{changed[0]}, which has no effect without: set one of them, or leave it out"
+                f"expected episodes.environment, tools, mcp, executor or agent with episodes.{changed[0]}, which has no effect without: set one of them, or leave it out"
             )
         return self

@@ -23,10 +23,16 @@ class KlSettings(Section):
     coefficient: NonNegativeFloat = Field(default=0.0)
     """Cost of a nat; 0: no penalty, and no reference is held."""
     estimator: Literal["k1", "k2", "k3"] = Field(default="k3")
-    """Estimator per token. In a reward: k1. In a loss: k2 or k3."""
-    where: Literal["loss", "reward"] = Field(default="loss")
-    """Added to the `loss` of each token, or subtracted from the `reward` (of each token for gae and reinforce_pp,
-    else summed over the sample before the group is compared)."""
+    """Estimator per token. `k2` and `k3` are added to the loss of each token. `k1` is subtracted from the reward: of each
+    token for gae and reinforce_pp, else summed over the sample before the group is compared."""
+
+    @property
+    def in_reward(self) -> bool:
+        return self.coefficient > 0 and self.estimator == "k1"
+
+    @property
+    def in_loss(self) -> bool:
+        return self.coefficient > 0 and self.estimator != "k1"
 
 
 class CriticSettings(Section):
@@ -181,6 +187,16 @@ def _learns_from_teacher(settings: RuleSettings) -> str:
             'expected algorithm.distillation > 0 with algorithm.advantage = "none", where the teacher alone is learned from, '
             "found 0: change one of them"
         )
+    return _reads_no_penalty(settings)
+
+
+def _reads_no_penalty(settings: RuleSettings) -> str:
+    if settings.kl.in_reward:
+        because = "reads no rewards" if settings.advantage == "none" else "reads rewards of at least 0"
+        return (
+            'expected another algorithm.kl.estimator than "k1", which is subtracted from rewards, with algorithm.advantage = '
+            f'"{settings.advantage}", which {because}: change one of them'
+        )
     return ""
 
 
@@ -193,7 +209,7 @@ def _has_one_bound(settings: RuleSettings) -> str:
     return ""
 
 
-_OF_REWARDS = frozenset({"overlong", "kl.where"})
+_OF_REWARDS = frozenset({"overlong"})
 _OF_SAMPLES = frozenset(
     {"advantage", "aggregation", "correction", "credit", "dynamic_sampling", "entropy_bonus", "filter", "imitation",
      "kl.coefficient", "overlong"}
@@ -226,6 +242,7 @@ ADVANTAGES: Mapping[str, Rule] = {
     "maxrl": Rule(
         frozenset({"dynamic_sampling", "distillation"}),
         "which divides by the mean of rewards that must be at least 0, and this makes them negative",
+        _reads_no_penalty,
     ),
     "reinforce_pp": Rule(_OF_REWARDS | {"distillation"}, "which learns from groups with equal rewards too"),
     "gae": Rule(
@@ -241,7 +258,7 @@ CORRECTIONS: Mapping[str, Rule] = {
     **dict.fromkeys(("token_tis", "sequence_tis"), _TRUNCATES),
     **dict.fromkeys(("token_mask", "sequence_mask", "geometric_mask"), _MASKS),
 }
-PENALTIES: Mapping[str, Rule] = {"on": Rule(frozenset({"kl.estimator", "kl.where"})), "0": Rule()}
+PENALTIES: Mapping[str, Rule] = {"on": Rule(frozenset({"kl.estimator"})), "0": Rule()}
 TEACHERS: Mapping[str, Rule] = {
     "on": Rule(frozenset({"distillation_skew", "distillation_top_k"}), "which gives groups with equal rewards a signal", _has_one_bound),
     "0": Rule(frozenset({"dynamic_sampling"})),
@@ -277,8 +294,8 @@ def refusal(settings: RuleSettings, preset: RuleSettings) -> str:
 def at(table: Any, name: str) -> Any:
     """Return a setting by its path within the table, or a part of it by its index; None: it has no such part.
 
-    >>> at(RuleSettings(), "clip.0"), at(RuleSettings(), "clip.2"), at(RuleSettings(), "kl.where")
-    (0.2, None, 'loss')
+    >>> at(RuleSettings(), "clip.0"), at(RuleSettings(), "clip.2"), at(RuleSettings(), "kl.estimator")
+    (0.2, None, 'k3')
     """
     for key in name.split("."):
         is_part = key.isdigit()

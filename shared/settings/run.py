@@ -86,11 +86,8 @@ class BusSettings(Section):
     drain_s: NonNegativeFloat = Field(default=20.0)
     """Seconds that a stopped service may take to finish its work; the rest returns to the bus."""
     shelve_above_bytes: NonNegativeInt = Field(default=0)
-    """Size above which a sample or a scored group stays in files of the replicas (`<run folder>/shelf`), and the bus
-    carries its digest and addresses; 0: the bus carries all."""
-    payload_copies: Annotated[int, Field(ge=1, le=4)] = Field(default=2)
-    """Replicas that keep each of them, of several hosts if there are; where fewer can, the bus carries it. With 1, the
-    death of a replica costs its groups a second generation."""
+    """Size above which a sample or a scored group stays in files of two replicas (`<run folder>/shelf`), of two
+    hosts if there are, and the bus carries its digest and addresses; 0: the bus carries all."""
     shelf_bytes: PositiveInt = Field(default=8 << 30)
     """Most bytes of them on one replica; the bus carries what finds no room."""
 
@@ -102,9 +99,10 @@ class BusSettings(Section):
                 "payload that is lost changes the run: change one of them"
             )
         if not self.shelve_above_bytes and not replays:
-            for name in ("payload_copies", "shelf_bytes"):
-                if (value := getattr(self, name)) != type(self).model_fields[name].default:
-                    raise ValueError(f"bus.{name} = {value} has no effect with bus.shelve_above_bytes = 0: remove it")
+            if self.shelf_bytes != type(self).model_fields["shelf_bytes"].default:
+                raise ValueError(
+                    f"bus.shelf_bytes = {self.shelf_bytes} has no effect with bus.shelve_above_bytes = 0: remove it"
+                )
         elif not kind.generates:
             raise ValueError("bus.shelve_above_bytes has no effect, as nothing is generated: remove it")
 

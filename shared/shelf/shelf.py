@@ -39,6 +39,7 @@ PUT = Counter(
 STORED = Gauge("penstock_shelf_bytes", "Bytes of payloads on this process's shelf.")
 _PARTNERS_S = 30.0
 _AGAIN_S = 0.5
+_COPIES = 2
 _COPIES_S = 10.0
 """For all copies of a payload, after which the bus carries it."""
 _AT_ONCE = 16
@@ -230,7 +231,7 @@ async def opened(
     """
     folder = (settings.internal.shelf_folder or settings.run_folder / "shelf") / quote(replica, safe="")
     store = Store(folder, settings.bus.shelf_bytes)
-    limits = Limits(settings.bus.shelve_above_bytes, settings.bus.payload_copies, settings.internal.claim_after_s)
+    limits = Limits(settings.bus.shelve_above_bytes, _COPIES, settings.internal.claim_after_s)
     is_served = service in _HOLDERS and bool(limits.above_bytes or settings.trainer.router_replay or store.names)
     listener = Listener(store, replica, host, secret) if is_served else None
     address = "" if listener is None else f"{reachable(host)}:{listener.port}"

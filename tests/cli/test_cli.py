@@ -333,7 +333,7 @@ def test_the_common_settings_are_a_line_each_and_fit_a_screen() -> None:
         ("trainer.store", ["trainer.store.uri", "trainer.store.endpoint", "trainer.store.counts"]),
         ("guards.pause", ["guards.pause"]),
         ("max_lag", ["algorithm.max_lag"]),
-        ("bus", [f"bus.{name}" for name in ("url", "drain_s", "shelve_above_bytes", "payload_copies", "shelf_bytes")]),
+        ("bus", [f"bus.{name}" for name in ("url", "drain_s", "shelve_above_bytes", "shelf_bytes")]),
     ],
 )
 def test_a_section_or_a_name_is_explained(name: str, keys: list[str]) -> None:

@@ -41,9 +41,7 @@ def guess() -> Iterator[int]:
 @pytest.fixture
 async def playing(bus: Bus, tmp_path: Path) -> AsyncIterator[Any]:
     async with players(bus, tmp_path) as begin:
-        yield lambda port, script=halving, **changes: begin(
-            script, environment="", openenv=f"http://127.0.0.1:{port}", **changes
-        )
+        yield lambda port, script=halving, **changes: begin(script, environment=f"http://127.0.0.1:{port}", **changes)
 
 
 async def test_more_episodes_than_the_server_has_places_are_all_played(playing: Any, guess: int) -> None:
@@ -92,7 +90,7 @@ async def test_the_tools_of_an_environment_are_called_by_step(playing: Any) -> N
 
 
 async def test_a_server_that_does_not_answer_is_refused() -> None:
-    hosts = Hosts(settings(environment="", openenv="http://127.0.0.1:9").episodes)
+    hosts = Hosts(settings(environment="http://127.0.0.1:9").episodes)
     with pytest.raises(SettingsError, match="could not connect to ws://127"):
         await hosts.open()
     await hosts.close()

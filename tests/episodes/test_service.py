@@ -63,7 +63,6 @@ def binary_search(prompt: str, version: PolicyVersion, lot: random.Random) -> tu
 
 def settings(executor_address: str = "", **changes: Any) -> Settings:
     episodes = {"environment": GUESS, "max_turns": 6, "setup_s": PATIENCE_S, "tool_s": PATIENCE_S, **changes}
-    is_played = not {"agent", "agent_url", "openenv", "verifiers"}.isdisjoint(changes)
     return Settings.model_validate(
         {
             "episodes": episodes,
@@ -73,7 +72,7 @@ def settings(executor_address: str = "", **changes: Any) -> Settings:
             "internal": {"claim_after_s": 0.6, "max_attempts": 3, "heartbeat_s": 0.05},
             "reward": {
                 "executor": {"address": executor_address},
-                **({"scorers": [{"kind": "environment"}]} if episodes["environment"] or is_played else {}),
+                **({"scorers": [{"kind": "environment"}]} if episodes["environment"] or episodes.get("agent") else {}),
             },
         }
     )
@@ -114,7 +113,7 @@ class Player:
         policy = Policy.of(self.settings, characters())
         self.python = Python(self.settings) if self.settings.episodes.executor else None
         driver: Any = ToolLoop(self.settings.episodes, self.hosts, "answer", self.python)
-        if self.settings.episodes.has_agent:
+        if self.settings.episodes.agent:
             gateway = Gateway("127.0.0.1:0", context.secret, "policy", policy.context_tokens)
             self.tasks.append(asyncio.create_task(gateway.run()))
             self.server = AgentServer(self.settings.episodes) if self.settings.episodes.agent_url else None
@@ -351,7 +350,7 @@ async def test_every_client_whose_history_is_its_own_continues_on_one_path_of_to
 
 async def test_an_agent_behind_a_url_plays_and_gives_the_reward(playing: Any) -> None:
     with agent_server() as (url, _, aborted):
-        player = await playing(environment="", agent_url=f"{url}/run")
+        player = await playing(environment="", agent=f"{url}/run")
         await player.admit(5)
         (group,) = await player.groups(1)
     assert {(sample.environment_reward, sample.ended) for sample in group.samples} == {(1.0, Ended.AGENT)}
@@ -363,7 +362,7 @@ async def test_an_agent_behind_a_url_plays_and_gives_the_reward(playing: Any) ->
 @pytest.mark.parametrize("kind", sorted(HOSTILE))
 async def test_an_answer_without_a_reward_is_no_reward_of_zero(playing: Any, kind: str) -> None:
     with agent_server() as (url, begun, aborted):
-        player = await playing(environment="", agent_url=f"{url}/{kind}", deadline_s=2.0 if kind == "slow" else 600.0)
+        player = await playing(environment="", agent=f"{url}/{kind}", deadline_s=2.0 if kind == "slow" else 600.0)
         await player.admit(5)
         reason = (await buried(player, 1))[0]
         assert HOSTILE[kind][0] in reason

@@ -15,33 +15,26 @@ GUESS = {"environment": "my_env:Guess"}
     ("tables", "sentence"),
     [
         ({"episodes": {"max_turns": 3}}, "with episodes.max_turns, which has no effect without"),
-        ({"episodes": {**GUESS, "agent": "my:run"}}, "expected one of episodes.environment and episodes.agent"),
+        ({"episodes": {**GUESS, "agent": "my:run"}}, "expected no episodes.environment with episodes.agent"),
+        ({"episodes": {"agent": "http://user:key@h/run"}}, "should match pattern"),
+        ({"episodes": {"agent": "ftp://h/run"}}, "should match pattern"),
         (
-            {"episodes": {"agent": "my:run", "agent_url": "http://h:1"}},
-            "expected one of episodes.agent and episodes.agent_url",
-        ),
-        ({"episodes": {"agent_url": "http://user:key@h/run"}}, "should match pattern"),
-        ({"episodes": {"agent_url": "ftp://h/run"}}, "should match pattern"),
-        (
-            {"episodes": {"agent_url": "http://agents:8000/run"}},
+            {"episodes": {"agent": "http://agents:8000/run"}},
             "in episodes.listen that the agent at agents can reach, found '127.0.0.1:0'",
         ),
-        (
-            {"episodes": {"verifiers": "tcp://a:1", "mcp": ["serve"]}},
-            "expected no episodes.mcp with episodes.verifiers",
-        ),
+        ({"episodes": {"agent": "tcp://a:1", "mcp": ["serve"]}}, "expected no episodes.mcp with episodes.agent"),
         ({"episodes": {"agent": "my:run", "executor": "stdlib"}}, "expected no episodes.executor with episodes.agent"),
-        ({"episodes": {"openenv": "example.org"}}, "should match pattern"),
-        ({"episodes": {"verifiers": "http://a:1"}}, "should match pattern"),
+        ({"episodes": {"environment": "example.org"}}, "should match pattern"),
+        ({"episodes": {"agent": "tcp://a"}}, "should match pattern"),
         ({"episodes": {"environment": "my_env"}}, "should match pattern"),
         ({"episodes": GUESS, "run": {"deterministic": "run"}}, 'expected no run.deterministic = "run" with'),
         (
             {"reward": {"scorers": [{"kind": "environment"}]}},
-            "expected episodes.environment, openenv, agent, agent_url or verifiers with",
+            "expected episodes.environment or episodes.agent with",
         ),
         (
             {"episodes": {"tools": ["my:add"]}, "reward": {"scorers": [{"kind": "environment"}]}},
-            "expected episodes.environment, openenv, agent, agent_url or verifiers with",
+            "expected episodes.environment or episodes.agent with",
         ),
     ],
 )
@@ -52,7 +45,7 @@ def test_what_does_not_work_with_episodes_is_refused_by_name(tables: dict[str, A
 
 def test_an_agent_here_or_that_reaches_the_endpoint_is_accepted() -> None:
     for agent, listen in (("http://localhost:8000", "127.0.0.1:0"), ("https://agents/run", "trainer.local:8001")):
-        Settings.model_validate({"episodes": {"agent_url": agent, "listen": listen}})
+        Settings.model_validate({"episodes": {"agent": agent, "listen": listen}})
 
 
 def test_an_environment_with_tools_and_its_reward_is_accepted() -> None:
@@ -70,7 +63,7 @@ _READING = """
 import logging, sys
 from penstock.services.episodes.drivers.child import Code
 from examples.calculator.calculator import Calculator
-named = dict.fromkeys(("environment", "openenv", "mcp", "agent", "verifiers"))
+named = dict.fromkeys(("environment", "mcp", "agent"), "")
 code = Code({**named, "environment": "examples.calculator.calculator:Calculator", "tools": []})
 schemas = code.schemas()
 assert "torch" not in sys.modules

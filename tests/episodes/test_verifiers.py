@@ -25,7 +25,7 @@ SERVER = Path(__file__).parents[1] / "support" / "verifiers_server.py"
 @pytest.fixture
 async def played(bus: Bus, tmp_path: Path) -> AsyncIterator[Any]:
     async with players(bus, tmp_path) as begin:
-        yield lambda port, script: begin(script, environment="", verifiers=f"tcp://127.0.0.1:{port}")
+        yield lambda port, script: begin(script, environment="", agent=f"tcp://127.0.0.1:{port}")
 
 
 async def test_a_taskset_gives_the_reward_of_the_turns_that_its_harness_asked_for(played: Any) -> None:

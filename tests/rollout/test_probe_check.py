@@ -27,7 +27,7 @@ HEALTHY = (
 )  # fmt: skip
 QUANTISED = ("llama", "qwen2", "qwen3", "mistral+swa(short)", "smollm3", "phi3")
 SETTINGS = loads("policy.model = 'x'", "test")
-MARGIN = SETTINGS.weights.probe_margin
+MARGIN = SETTINGS.guards.limit("probe")
 TEXTS, TOKENS = 8, 64
 SCALE, SPREAD, HEAD = 1.5, 0.3, 3.0
 _FOLDER = tempfile.TemporaryDirectory(prefix="probe-")

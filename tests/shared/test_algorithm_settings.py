@@ -97,7 +97,7 @@ def test_a_critic_that_only_warms_up_is_refused() -> None:
 
 @pytest.mark.parametrize("advantage", ["grpo", "dr_grpo", "rloo", "my_package.advantages:mine"])
 def test_a_penalty_in_the_reward_of_a_whole_sample_is_not_masked(advantage: str) -> None:
-    penalised = {"advantage": advantage, "kl": {"coefficient": 0.1, "where": "reward", "estimator": "k1"}}
+    penalised = {"advantage": advantage, "kl": {"coefficient": 0.1, "estimator": "k1"}}
     assert algorithm(**penalised).compares_whole_samples
     assert not algorithm(advantage=advantage).compares_whole_samples
     with pytest.raises(ValueError, match=f'expected another algorithm.on_stale than "mask" with .*"{advantage}"'):

@@ -49,7 +49,7 @@ def test_a_flag_without_a_value_is_refused(tmp_path: Path) -> None:
     ("text", "sentence"),
     [
         ("[trainer]\nlearnin_rate = 1", "trainer.learnin_rate: expected a known setting, found 'learnin_rate'; did you mean 'learning_rate'?"),
-        ("[weights]\nprobe_gap_nats = 0.4", "weights.probe_gap_nats no longer exists: use weights.probe_margin, a multiple of"),
+        ("[weights]\nprobe_gap_nats = 0.4", "weights.probe_gap_nats no longer exists: use probe in guards.limits, a multiple of"),
         ("[trainr]\nranks = 1", "trainr: expected a known setting, found 'trainr'; did you mean 'trainer'?"),
         ('[run]\nsteps = "many"', "run.steps: expected a valid integer, unable to parse string as an integer, found 'many': change run.steps"),
         ("[sampling]\ngroup_size = 1", "sampling.group_size: expected greater than or equal to 2, found 1: change sampling.group_size"),
@@ -66,7 +66,7 @@ def test_a_flag_without_a_value_is_refused(tmp_path: Path) -> None:
         ('[algorithm]\nloss = "clipp"', "expected 'clip', 'gspo', 'cispo', 'policy_gradient', 'dpo', 'cross_entropy' or an import path 'package.module:function', found 'clipp'"),
         ("[algorithm]\nmax_lag = -1", "algorithm.max_lag: expected greater than or equal to 0, found -1: change algorithm.max_lag"),
         ("[algorithm]\nmax_lag = 100000000", "expected at most 1,000,000 groups in flight"),
-        ("[bus]\npayload_copies = 1", "bus.payload_copies = 1 has no effect with bus.shelve_above_bytes = 0: remove it"),
+        ("[bus]\nshelf_bytes = 1", "bus.shelf_bytes = 1 has no effect with bus.shelve_above_bytes = 0: remove it"),
         ("[bus]\nshelf_bytes = 5", "bus.shelf_bytes = 5 has no effect with bus.shelve_above_bytes = 0: remove it"),
         ('[bus]\nshelve_above_bytes = 5\n[algorithm]\nloss = "cross_entropy"', "bus.shelve_above_bytes has no effect, as nothing is generated"),
         ('[bus]\nshelve_above_bytes = 5\n[run]\ndeterministic = "run"\n[algorithm]\nmax_lag = 0', "expected bus.shelve_above_bytes = 0 and trainer.router_replay = false with run.deterministic"),
@@ -213,7 +213,7 @@ def test_an_expression_that_names_no_scorer_is_refused_by_every_service() -> Non
 
 
 def test_a_replaced_setting_with_its_default_comes_from_an_earlier_run_and_is_left_out() -> None:
-    assert loads("[weights]\nprobe_gap_nats = 0.05\nkeep = 4\nprobe_margin = 5", "test").weights.probe_margin == 5
+    assert loads('[weights]\nprobe_gap_nats = 0.05\nkeep = 4\nkv = "recompute"', "test").weights.kv == "recompute"
 
 
 @pytest.mark.parametrize("key", REPLACED)

@@ -59,7 +59,7 @@ _REPLAY = """
 
 Rounding may send a token to other experts in a replica than in the trainer. With `trainer.router_replay` replicas record the experts of each token; the
 trainer sends the token there, with its own router's live scores and their gradients. The experts stay on the replicas' [shelves](reference/bus.md#shelves), a byte each, and need another replica or
-reward service for the second copy (`bus.payload_copies`). A sample whose experts are lost is routed live and counted (`routed_live`). Critics and references route live.
+reward service for the second copy. A sample whose experts are lost is routed live and counted (`routed_live`). Critics and references route live.
 
 It works with ranks that share experts, or rows, at all ZeRO stages, and with adapters that replicas receive merged.
 Refused are `[episodes]`, whose trees have no experts, and adapters that vLLM merges itself.

@@ -56,7 +56,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "actor-critic": {
         "preset": "ppo",
         "minibatches": 2,
-        "kl": {"coefficient": 0.05, "where": "reward", "estimator": "k1"},
+        "kl": {"coefficient": 0.05, "estimator": "k1"},
         "critic": {"learning_rate": 1e-3},
     },
     "dpo": {"preset": "dpo"},

@@ -15,10 +15,8 @@ from penstock.services.tracking import tables
 from penstock.services.tracking.offset import Offset
 from penstock.services.tracking.points import Segments
 from penstock.services.tracking.tables import LONGEST_TEXT, MOST_ROWS, RolloutLines, table_of
-from penstock.shared.bus import streams
 from penstock.shared.bus.bus import Bus
 from tests.conftest import PATIENCE_S
-from tests.support.coordinator_players import report
 from tests.support.trackers import REPORTS, TABLES, mlflow_run, text_tensors
 from tests.tracking.conftest import Tracking, line, points, unanswered
 
@@ -353,24 +351,6 @@ async def test_steps_do_not_wait_for_an_artifact_store_that_fails_and_tables_are
     assert steps_of(tracking) == list(range(1, 21))
     assert REPORTS["mlflow"](tmp_path, "run") == [b"<p>first</p>"]
     assert tracking.shown() == points(*range(1, 21))
-
-
-async def test_tables_that_an_older_penstock_was_sending_with_the_steps_are_sent(
-    bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tracking, segments = await _mlflow(bus, tmp_path, monkeypatch), Segments()
-    tracking.record(line(1), line(2), line(3))
-    await tracking.put(1, 2, 3)
-    entries = [entry.decode() for entry, _ in await bus.ask("XRANGE", streams.STEPS, "-", "+")]
-    pending = [segments.of_step(report(2, 2)), segments.of_rollout(line(2))]
-    Offset(entries[1], [], segments, "2000-1", "", pending).write(tracking.path)
-    while await tracking.follower.deliver():
-        pass
-    await tracking.close()
-    assert steps_of(tracking) == [2, 3], "the first was delivered before"
-    assert tracking.shown() == points(2, 3)
-    assert not await (await tracking.restart()).deliver()
-    await tracking.close()
 
 
 class _Texts(HTMLParser):

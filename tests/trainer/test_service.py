@@ -49,7 +49,6 @@ preset = "ppo"
 minibatches = 2
 [algorithm.kl]
 coefficient = 0.05
-where = "reward"
 estimator = "k1"
 [algorithm.critic]
 learning_rate = 1e-3

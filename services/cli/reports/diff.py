@@ -91,12 +91,7 @@ def curves(folders: Sequence[Path]) -> tuple[int, list[Curve]]:
 
 def same_prompts(folders: Sequence[Path]) -> dict[str, list[Group]]:
     """Return the newest groups of problems that all runs recorded, those that differ most in reward first."""
-    files = [folder / "rollouts.jsonl" for folder in folders]
-    lines = itertools.chain.from_iterable(map(read, files))  # read twice, as they may be larger than memory
-    name = (
-        "row_id" if all("row_id" in line for line in lines if "problem" in line) else "problem"
-    )  # of an older Penstock
-    groups = [_by_problem(read(file), name) for file in files]
+    groups = [_by_problem(read(folder / "rollouts.jsonl")) for folder in folders]
     shared = {
         problem: [of_run[problem] for of_run in groups]
         for problem in groups[0]
@@ -150,14 +145,14 @@ def _answered(group: Group) -> str:
     )
 
 
-def _by_problem(lines: Iterable[Mapping[str, Any]], name: str) -> dict[str, Group]:
+def _by_problem(lines: Iterable[Mapping[str, Any]]) -> dict[str, Group]:
     groups: dict[str, Group] = {}
     for line in lines:
         try:
             completions: Any = line["completions"]
             rated = [(float(each["reward"] or 0.0), str(each["text"])) for each in completions]
             mean = sum(reward for reward, _ in rated) / len(rated)
-            groups[str(line[name])] = Group(str(line["problem"]), int(str(line["step"])), mean, max(rated)[1])
+            groups[str(line["row_id"])] = Group(str(line["problem"]), int(str(line["step"])), mean, max(rated)[1])
         except (KeyError, TypeError, ValueError, ZeroDivisionError):
             continue  # from another version
     return groups

@@ -35,7 +35,7 @@ _TEXTS = ("a", "7", "1+1", "", "ü", "two words")
 
 def try_environment(settings: Settings, problems: Sequence[Problem], tokenizer: Tokenizer) -> bool:
     """Print what an environment or tools do; return whether there is no fault. Raises SettingsError: they cannot be loaded."""
-    if settings.episodes.has_agent:
+    if settings.episodes.agent:
         console.say(f"\nagent {settings.episodes.name}: not tried (it asks the policy)")
         return True
     trial = Trial(settings, rows_to_try(problems, [""]))
@@ -72,7 +72,7 @@ class Trial:
             self.lines.append(f"tools {', '.join(map(_signature, self.tools)) or 'none'}")
             await self._try_resets()
             await self._try_tools()
-            if self._settings.has_environment and not self.faults:
+            if self._settings.environment and not self.faults:
                 await self._try_episodes()
         except TemporaryError as error:
             self.faults.append(f"{error}: an episode would be played again, and its group be lost")
@@ -155,7 +155,7 @@ class Trial:
                 if said.get("done"):
                     break
             reward = None
-            if of.has_environment:
+            if of.environment:
                 reward = (await host.ask(slot, "reward", of.tool_s, "tool_s"))["value"]
             return Played(text, said, reward, host.pid)
 

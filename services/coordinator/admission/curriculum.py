@@ -44,8 +44,6 @@ class Curriculum:
         for index, problem in enumerate(dataset.problems):
             if drawn[index]:
                 self._places.setdefault(problem.row_id, []).append(index)
-        self._of_lines = {problem.source: [i] for i, problem in enumerate(dataset.problems) if drawn[i]}
-        """Older versions named problems by file and line."""
         self._problems = len(dataset)
         self._ends = np.cumsum(dataset.sizes or (len(dataset),))
         self._is_drawn = [drawn[end - 1] for end in self._ends]
@@ -61,8 +59,8 @@ class Curriculum:
     def follow(self, signals: Mapping[str, float]) -> None:
         """Draw by ``signals`` of problems from now on."""
         known = np.full(self._problems, np.nan)
-        for name in sorted(signals, key=lambda name: name in self._places):  # a newer version's last
-            known[self._places.get(name) or self._of_lines.get(name, [])] = signals[name]
+        for name, signal in signals.items():
+            known[self._places.get(name, [])] = signal
         parts = [chances(part) for part in np.split(known, self._ends[:-1])]
         self._cumulative = np.concatenate([[0.0], *parts]).cumsum()
 

@@ -2,9 +2,9 @@
 
 ::
 
-    POST <episodes.agent_url>        {"id", "task", "base_url", "api_key", "deadline_s", "row"}
+    POST <episodes.agent>            {"id", "task", "base_url", "api_key", "deadline_s", "row"}
                                      ──▶ {"reward": number, "metrics": {name: number}}   when the episode has ended
-    DELETE <episodes.agent_url>/<id>     it is abandoned: its key is void, its answer not awaited any more
+    DELETE <episodes.agent>/<id>         it is abandoned: its key is void, its answer not awaited any more
 
 Without a finite reward, the episode is played again, never scored 0.
 """

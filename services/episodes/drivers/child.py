@@ -44,22 +44,26 @@ class Code:
     """What the settings name. Raises what its import raises, or ValueError."""
 
     def __init__(self, named: Mapping[str, Any]) -> None:
-        self.environment = pkgutil.resolve_name(named["environment"]) if named["environment"] else None
         self.servers = _servers(named)
-        self.is_elsewhere = bool(named["openenv"])
+        self.environment = None
+        self.is_elsewhere = "://" in named["environment"]
         if self.is_elsewhere:
             from penstock.services.episodes.drivers.openenv import OpenEnv
 
-            self.environment = functools.partial(OpenEnv, named["openenv"], named["setup_s"], named["tool_s"])
-        elif self.environment is not None and not callable(getattr(self.environment, "reset", None)):
-            raise ValueError(f"expected a method reset of {named['environment']}, found none")
+            self.environment = functools.partial(OpenEnv, named["environment"], named["setup_s"], named["tool_s"])
+        elif named["environment"]:
+            self.environment = pkgutil.resolve_name(named["environment"])
+            if not callable(getattr(self.environment, "reset", None)):
+                raise ValueError(f"expected a method reset of {named['environment']}, found none")
         resolved = {name: pkgutil.resolve_name(name) for name in named["tools"]}
         self.functions = {name.rpartition(":")[2].rpartition(".")[2]: function for name, function in resolved.items()}
-        self.agent = pkgutil.resolve_name(named["agent"]) if named["agent"] else None
-        if named["verifiers"]:
+        self.agent = None
+        if "://" in named["agent"]:
             from penstock.services.episodes.drivers.verifiers import EnvServer
 
-            self.agent = EnvServer(named["verifiers"], named["deadline_s"]).run
+            self.agent = EnvServer(named["agent"], named["deadline_s"]).run
+        elif named["agent"]:
+            self.agent = pkgutil.resolve_name(named["agent"])
         called = {**resolved, **({named["agent"]: self.agent} if named["agent"] else {})}
         if wrong := [name for name, function in called.items() if not callable(function)]:
             raise ValueError(f"expected a function as {wrong[0]}, found {type(called[wrong[0]]).__name__}")

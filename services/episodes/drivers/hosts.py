@@ -26,7 +26,7 @@ LOST = Counter(
 )
 for _cause in ("overdue", "died"):
     LOST.labels(_cause)
-_NAMED = {"environment", "openenv", "tools", "mcp", "agent", "verifiers", "setup_s", "tool_s", "deadline_s"}
+_NAMED = {"environment", "tools", "mcp", "agent", "setup_s", "tool_s", "deadline_s"}
 """The settings that a process is started with."""
 _SLOTS = 4
 """Episodes that one process hosts, and that end with it."""
@@ -203,7 +203,7 @@ class Hosts:
         if not self._settings.has_code:
             return
         host = Host(self._settings)
-        self.tools = await host.start(describe=not self._settings.has_agent)
+        self.tools = await host.start(describe=not self._settings.agent)
         self._hosts.append(host)
 
     @contextlib.asynccontextmanager

@@ -83,7 +83,7 @@ class ToolLoop:
                     raise
                 log.warning("episode ended early", extra={"group": prompt.group_id, "reason": str(error)})
                 episode.ended = Ended.STOP
-            if not of.has_environment or room.host is None:
+            if not of.environment or room.host is None:
                 return None
             reward: float | None = (await room.host.ask(room.slot, "reward", of.tool_s, "tool_s"))["value"]
             return reward

@@ -132,7 +132,7 @@ class Samples(Kind):
                 algorithm.correction, *algorithm.correction_band,
             )  # fmt: skip
             loss_N, masked_N = loss_N * weights_N, weights_N == 0.0
-        if algorithm.kl.where == "loss" and algorithm.kl.coefficient:
+        if algorithm.kl.in_loss:
             assert inputs.reference_logprobs_N is not None
             kl_N = estimate(policy_N, inputs.reference_logprobs_N, algorithm.kl.estimator)
             losses_N["reference_kl"] = algorithm.kl.coefficient * kl_N

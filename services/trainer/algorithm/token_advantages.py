@@ -42,7 +42,7 @@ def assign(
 
     ``rewards`` are the whole batch's, by group, of which ``demonstrated`` have none. Only turns' credit reads ``batch``.
     """
-    cost = algorithm.kl.coefficient if algorithm.kl.where == "reward" else 0.0
+    cost = algorithm.kl.coefficient if algorithm.kl.in_reward else 0.0
     if algorithm.advantage == "none":
         for micro_batch in inputs:
             micro_batch.advantages_N = torch.zeros_like(micro_batch.behavior_logprobs_N)

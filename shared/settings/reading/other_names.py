@@ -131,8 +131,8 @@ OTHER_NAMES: Mapping[str, Mapping[str, str]] = {
         "total_training_steps": "run.steps",
         "train_batch_size": "algorithm.groups_per_step",
         "train_files": "data.path",
-        "use_kl_in_reward": 'algorithm.kl.where = "reward"',
-        "use_kl_loss": 'algorithm.kl.where = "loss"',
+        "use_kl_in_reward": 'algorithm.kl.estimator = "k1"',
+        "use_kl_loss": 'algorithm.kl.estimator = "k3"',
         "val_files": "evaluation.path",
     },
     "OpenRLHF": {

@@ -7,9 +7,17 @@ REPLACED: dict[str, tuple[object, str]] = {
     "algorithm.critic.clip": (0.2, "nothing: a value changes by at most 0.2 in a step"),
     "algorithm.critic.discount": (1.0, "algorithm.critic.decay; the discount is 1"),
     "algorithm.dual_clip": (0.0, "a third number in algorithm.clip"),
+    "algorithm.kl.where": (
+        "loss",
+        'algorithm.kl.estimator: "k1" is subtracted from rewards, "k2" and "k3" are in the loss',
+    ),
     "algorithm.kl.target": (0.0, "algorithm.kl.coefficient, which stays as it is"),
     "algorithm.wait_s": (600.0, "algorithm.on_stale: a step waits at most ten minutes"),
+    "bus.payload_copies": (2, "nothing: two replicas keep each payload"),
     "coordinator.generate_token": (True, "nothing: `penstock up` makes a token, which its commands read"),
+    "episodes.agent_url": ("", "episodes.agent, which also takes a URL"),
+    "episodes.openenv": ("", "episodes.environment, which also takes a URL"),
+    "episodes.verifiers": ("", "episodes.agent, which also takes an EnvServer's address"),
     "guards.kl_nats": (1.0, "kl in guards.limits"),
     "guards.reference_kl_nats": (0.0, "reference_kl in guards.limits"),
     "guards.entropy_nats": (0.0001, "entropy in guards.limits"),
@@ -27,10 +35,8 @@ REPLACED: dict[str, tuple[object, str]] = {
     "reward.scorers[model].normalise": ("none", "reward.expression"),
     "trainer.max_skipped_steps": (3, "nothing: after three skipped batches in a row the run pauses"),
     "weights.keep": (4, "nothing: the newest four snapshots are kept"),
-    "weights.probe_gap_nats": (
-        0.05,
-        "weights.probe_margin, a multiple of what rounding changes in the model's own logprobs",
-    ),
+    "weights.probe_gap_nats": (0.05, "probe in guards.limits, a multiple of what rounding changes in logprobs"),
+    "weights.probe_margin": (3.0, "probe in guards.limits"),
 }
 """Each with its default, and what takes its place. A scorer's has the kind for its place in the list."""
 _SCORERS = "reward.scorers"

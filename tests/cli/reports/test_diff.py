@@ -70,7 +70,12 @@ def test_rollouts_for_the_same_prompts_are_compared_those_that_differ_most_first
     second: list[tuple[str, list[float]]] = [("a", [0, 0.5]), ("b", [0, 0])]
     for folder, rewards in zip(runs, (first, second), strict=True):
         lines = [
-            {"step": step, "problem": name, "completions": [{"text": f"{r}", "reward": r} for r in both]}
+            {
+                "step": step,
+                "problem": name,
+                "row_id": name,
+                "completions": [{"text": f"{r}", "reward": r} for r in both],
+            }
             for step, (name, both) in enumerate(rewards, 1)
         ]
         text = "".join(json.dumps(line) + "\n" for line in lines)

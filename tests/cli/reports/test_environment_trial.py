@@ -84,6 +84,6 @@ def test_the_check_of_a_run_plays_its_environment(tmp_path: Path, capsys: pytest
 
 
 def test_an_agent_elsewhere_is_said_not_to_be_tried(capsys: pytest.CaptureFixture[str]) -> None:
-    settings = load(None, ["--episodes.agent_url=http://127.0.0.1:9/run", "--data.path=x"], environment={})
+    settings = load(None, ["--episodes.agent=http://127.0.0.1:9/run", "--data.path=x"], environment={})
     assert try_environment(settings, [], characters())
     assert "agent http://127.0.0.1:9/run: not tried" in capsys.readouterr().out

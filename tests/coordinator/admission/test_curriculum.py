@@ -35,15 +35,6 @@ def test_problems_are_drawn_by_signal_and_none_is_given_up() -> None:
     assert all(abs(drawn[index] - count) < 5 * count**0.5 for index, count in enumerate(expected))
 
 
-def test_signals_that_older_versions_keyed_by_line_count_until_newer_ones_come() -> None:
-    old, new, mixed = (Curriculum(data(3), EpochOrder(3, seed=0, shuffle=True), seed=0) for _ in range(3))
-    new.follow({"id1": 0.2, "id2": 0.0, "id3": 0.1})
-    old.follow({"train.jsonl:1": 0.2, "train.jsonl:2": 0.0, "train.jsonl:3": 0.1})
-    mixed.follow({"id1": 0.2, "train.jsonl:1": 0.0, "train.jsonl:2": 0.0, "train.jsonl:3": 0.1})
-    drawn = [[each.index(position) for position in range(300)] for each in (old, new, mixed)]
-    assert drawn[0] == drawn[1] == drawn[2]
-
-
 def test_equal_rows_share_their_signal() -> None:
     rows = data(4).problems
     again = dataclasses.replace(rows[0], source="train.jsonl:5")

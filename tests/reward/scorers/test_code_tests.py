@@ -1,6 +1,5 @@
 """The code scorer outside the sandbox: finding programs, reading tests, comparing plain data."""
 
-import ast
 import builtins
 import contextlib
 import json
@@ -13,12 +12,13 @@ from decimal import Decimal
 from enum import IntEnum
 from fractions import Fraction
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 from penstock.services.reward.executor.inside import comparison, plain_data
 from penstock.services.reward.scorers.code import asserts, program_results
-from penstock.services.reward.scorers.code.assert_evaluation import Unsupported, evaluate
+from penstock.services.reward.scorers.code.clean_interpreter import Unsupported
 from penstock.services.reward.scorers.code.program import NoProgram, last_block, program_of
 from penstock.services.reward.scorers.code.suite import BadTests, read_tests
 from penstock.services.reward.scorers.code.tests import AssertTest, CallTest, ProgramTest
@@ -38,9 +38,20 @@ def finished(*values: Any, stdout: str = "") -> Execution:
     return Execution(Outcome.FINISHED, stdout, texts, "", 0, 0.01, 0.01, 0, "namespace")
 
 
-def holds(source: str, *values: Any, tolerance: float = 0.0) -> bool:
+def problem(source: str, *values: Any) -> str:
+    """Return what is wrong; what is left to a clean interpreter is compared here."""
     (split,) = asserts.split([source])
-    return AssertTest(split).problem(finished(*values), tolerance) == ""
+    given = tuple(json.dumps(plain_data.tagged(eval(text), "given")) for text in split.given)
+    left = AssertTest(split, given).problem(finished(*values), 0.0)
+    if isinstance(left, str):
+        return left
+    with patch.object(builtins, "math", math, create=True):  # as the prelude does
+        arguments: Any = left.arguments
+        return comparison.holds(*arguments)
+
+
+def holds(source: str, *values: Any) -> bool:
+    return problem(source, *values) == ""
 
 
 # ---------------------------------------------------------------- the program of a completion
@@ -404,10 +415,7 @@ def test_an_assert_holds_for_what_its_calls_should_return(source: str, values: t
     ],
 )
 def test_an_assert_does_not_hold_for_what_is_merely_like_it_nor_for_forged_text(source: str, value: Any) -> None:
-    (split,) = asserts.split([source])
-    problem = AssertTest(split).problem(finished(*[value] * len(split.calls)), 0.0)
-    assert isinstance(problem, str)
-    assert problem != ""
+    assert problem(source, *[value] * source.count("f(1)")) != ""
 
 
 @pytest.mark.parametrize(
@@ -417,8 +425,7 @@ def test_an_assert_does_not_hold_for_what_is_merely_like_it_nor_for_forged_text(
         ("assert f(1) == 5", {"object": 5}),
         ("assert set(f(1)) == {1}", list(range(8000))),
         ("assert f(1) ** f(1) == 2", 10**9),
-        ("assert f(1) * 'x' == 'x'", 10**9),
-        ("assert round(f(1), -3000) == 0", 5),
+        ("assert f(1) is None", None),
         ("assert Counter(f(1)) == {1: 2}", [1, 1]),
         ("assert [x for x in f(1)] == [2]", [2]),
         ("assert f(1).lower() == 'a'", "A"),
@@ -427,18 +434,18 @@ def test_an_assert_does_not_hold_for_what_is_merely_like_it_nor_for_forged_text(
 )
 def test_what_is_large_or_not_simple_is_left_to_a_clean_interpreter(source: str, value: Any) -> None:
     (split,) = asserts.split([source])
-    problem = AssertTest(split).problem(finished(*[value] * len(split.calls)), 0.0)
-    assert isinstance(problem, Call)
-    assert problem.function == "holds"
+    left = AssertTest(split).problem(finished(*[value] * len(split.calls)), 0.0)
+    assert isinstance(left, Call)
+    assert left.function == "holds"
 
 
 def test_a_set_of_integers_whose_hashes_all_collide_is_not_built_here_where_it_is_long() -> None:
     colliding = {"set": [place * ((1 << 61) - 1) for place in range(40_000)]}
-    (split,) = asserts.split(["assert set(f(1)) == {1, 2}"])
+    (split,) = asserts.split(["assert f(1) == {1, 2}"])
     assert isinstance(AssertTest(split).problem(finished(colliding), 0.0), Call)
     short = {"set": colliding["set"][:700]}
     assert len(json.dumps(short)) < program_results.LONGEST
-    assert str(AssertTest(split).problem(finished(short), 0.0)).startswith("set(call_0) == {1, 2} does not hold")
+    assert str(AssertTest(split).problem(finished(short), 0.0)).startswith("call_0 == {1, 2} does not hold")
 
 
 def test_data_of_a_thousand_levels_is_wrong_and_breaks_nothing() -> None:
@@ -554,12 +561,9 @@ def test_a_clean_interpreter_compares_as_python_does(
     assert (comparison.holds(check, texts, tolerance) == "") is right
 
 
-def test_evaluation_knows_no_other_names_than_those_of_calls() -> None:
+def test_a_check_knows_no_other_names_than_those_of_calls() -> None:
     with pytest.raises(Unsupported, match="open"):
         asserts.split(["assert f(1) == open"])
-    for name in ("call_0", "open", "__import__"):
-        with pytest.raises(NameError):
-            evaluate(ast.parse(name, mode="eval").body, {}, 0.0)
 
 
 @pytest.mark.parametrize(("expected", "returned"), [([3], 3), ([3], [3]), (3, 3), ([[3]], [3])])

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 import pytest
 
 from penstock.services.reward.scorers.format import scorer as format_module
-from penstock.services.reward.scorers.format.patterns import Sequence
 from penstock.services.reward.scorers.format.scorer import FormatChecker
 from penstock.services.reward.scorers.random_scorer import Lot
 from penstock.services.reward.scorers.scorer import unavailable
@@ -240,39 +239,3 @@ def test_a_rule_that_means_nothing_is_refused(rules: dict[str, object], sentence
     with pytest.raises(SettingsError) as caught:
         checker(**rules)
     assert sentence in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("pattern", "text", "steps"),
-    [
-        (r"<think>.*</think>\s*<answer>(.*)</answer>", "<think>1</think><answer>2</answer>", 75),
-        ("a*bb", "abbb", 2 * 8),
-        ("^a*$", "aaaa", 6),
-        (r".*\n.*b", "a\n\nb", 2 * 11),
-        (".*.*", "aaaa", 5 * 8),
-        ("a*b?c", "abc", 4 * 8),
-        ("(a+)+b", "aaaa", None),
-        ("(?:a|a)*b", "aaaa", None),
-        ("a{2,}a{2,}", "aaaa", None),
-        ("(?i)a*", "aaaa", None),
-        ("(a*)(?=b)", "aaaa", None),
-        (r"\p{L}*", "aaaa", None),
-    ],
-)
-def test_the_work_of_a_pattern_is_bounded_by_the_places_in_which_its_repetitions_can_end(
-    pattern: str, text: str, steps: int | None
-) -> None:
-    sequence = Sequence.read(pattern)
-    assert (sequence and sequence.steps(text)) == steps
-
-
-async def test_only_texts_that_may_take_long_are_matched_in_a_process() -> None:
-    matching = checker(pattern="<think>.*</think>.*</answer>")
-    try:
-        assert (await check(matching, "<think>1</think>2</answer>")).value == 1.0
-        assert matching._checkers is not None
-        assert matching._checkers.questions == 0
-        assert (await check(matching, "<think>" + "</think>" * 2_000)).value == 0.0
-        assert matching._checkers.questions == 1
-    finally:
-        await matching.close()

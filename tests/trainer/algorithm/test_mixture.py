@@ -148,7 +148,7 @@ def gradient_of_cross_entropy(groups: Sequence[Experience], aggregation: str) ->
         {"preset": "grpo", "aggregation": "token"},
         {"preset": "grpo", "aggregation": "sequence", "kl": {"coefficient": 0.1}},
         {"preset": "dr_grpo"},
-        {"preset": "reinforce_pp", "kl": {"coefficient": 0.1, "where": "reward", "estimator": "k1"}},
+        {"preset": "reinforce_pp", "kl": {"coefficient": 0.1, "estimator": "k1"}},
         {"preset": "gspo"},
         {"preset": "icepop", "correction": "sequence_mask", "entropy_bonus": 0.01},
         {"preset": "a3po", "minibatches": 1},

@@ -248,7 +248,7 @@ def test_without_an_advantage_loss_and_gradient_are_exactly_zero_for_any_log_rat
 @pytest.mark.parametrize("advantage", [-1.5, 1.5])
 def test_no_log_ratio_makes_a_loss_a_gradient_or_a_figure_infinite(loss: str, advantage: float) -> None:
     # one token 89 nats from its anchor (float32's e^89 is infinite), k3 likewise
-    kl = {"coefficient": 0.1, "where": "loss", "estimator": "k3"}
+    kl = {"coefficient": 0.1, "estimator": "k3"}
     out, gradient = _objective([89.0, -89.0, 0.5], advantage, **PRESETS[loss], kl=kl)
     assert all(math.isfinite(float(whole.detach())) for whole in out.sums.values())
     assert torch.isfinite(gradient).all()

@@ -137,8 +137,8 @@ def timeless(measured: dict[str, float]) -> dict[str, float]:
 
 VARIANTS: list[dict[str, Any]] = [
     *[{"preset": preset} for preset in get_args(Preset)],
-    {"preset": "grpo", "kl": {"coefficient": 0.1, "where": "reward", "estimator": "k1"}, "epochs": 2},
-    {"preset": "reinforce_pp", "kl": {"coefficient": 0.1, "where": "reward", "estimator": "k1"}},
+    {"preset": "grpo", "kl": {"coefficient": 0.1, "estimator": "k1"}, "epochs": 2},
+    {"preset": "reinforce_pp", "kl": {"coefficient": 0.1, "estimator": "k1"}},
     {"preset": "grpo", "kl": {"coefficient": 0.1}, "entropy_bonus": 0.01, "clip": (0.2, 0.2, 3.0)},
     {"preset": "ppo", "epochs": 2, "minibatches": 2, "aggregation": "sequence"},
     {"preset": "tis", "correction": "sequence_mask", "minibatches": 2},
@@ -163,7 +163,7 @@ def test_every_variant_moves_the_weights_and_a_replay_repeats_it_to_the_bit(vari
 @pytest.mark.parametrize(
     "variant",
     [{"preset": p} for p in ("grpo", "dr_grpo", "gspo", "ppo", "dpo", "reinforce_pp")]
-    + [{"preset": "rloo", "kl": {"coefficient": 0.1, "where": "reward", "estimator": "k1"}}],
+    + [{"preset": "rloo", "kl": {"coefficient": 0.1, "estimator": "k1"}}],
     ids=lambda v: v["preset"],
 )
 def test_many_small_forward_passes_make_the_same_step_as_one(variant: dict[str, Any]) -> None:
@@ -308,7 +308,7 @@ def test_each_stream_is_divided_by_its_own_tokens_however_they_are_packed(aggreg
 
 @pytest.mark.parametrize(
     "algorithm",
-    [{"preset": "dpo"}, {"preset": "grpo", "kl": {"coefficient": 0.1, "where": "reward", "estimator": "k1"}}],
+    [{"preset": "dpo"}, {"preset": "grpo", "kl": {"coefficient": 0.1, "estimator": "k1"}}],
     ids=["dpo", "grpo"],
 )
 def test_reference_logprobs_that_came_with_their_groups_make_the_same_step(algorithm: dict[str, Any]) -> None:

@@ -96,9 +96,7 @@ async def test_a_sample_that_fits_no_forward_pass_loses_itself_and_not_its_group
     assert await bus.counts() == {"dropped:too_long": 1}
 
 
-@pytest.mark.parametrize(
-    "algorithm", [{"preset": "dpo"}, {"kl": {"coefficient": 0.1, "where": "reward", "estimator": "k1"}}]
-)
+@pytest.mark.parametrize("algorithm", [{"preset": "dpo"}, {"kl": {"coefficient": 0.1, "estimator": "k1"}}])
 async def test_where_whole_samples_are_compared_a_long_one_takes_its_group_along(
     bus: Bus, algorithm: dict[str, Any]
 ) -> None:

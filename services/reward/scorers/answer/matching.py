@@ -48,7 +48,6 @@ _READ = re.compile(r"(?:[A-Za-z0-9\s+\-*/^_{}()\[\]|.,!=<>&\\:;%]|(?<=[A-Za-z)])
 """Characters that computer algebra reads; it drops others, such as the prime of ``5'``."""
 _DOTS = re.compile(r"\\[lc]?dots(?![A-Za-z])|\.\.\.")
 _ORDINAL = re.compile(r"1st$|2nd$|3rd$|[0-9]th$")
-_POWER = re.compile(r"[0-9][eE][-+]?[0-9]")
 _DIVIDED = re.compile(r"([0-9]{1,12})\s*\\div\s*([0-9]{1,12})")
 _FUNCTIONS = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])")
 
@@ -314,16 +313,6 @@ def _of_bases(pair: tuple[str, str]) -> Iterator[Attempt]:
         digits = [number.digits or core.upper() for number, core in ((expected, pair[0]), (given, pair[1]))]
         if digits[0] == digits[1]:
             yield Attempt((), frozenset({"bases"}))
-
-
-def is_dressed(text: str) -> bool:
-    """Whether ``text`` may contain a currency or percent sign or a power written with e, or be a date or time."""
-    return "$" in text or "%" in text or _POWER.search(text) is not None or shapes.is_literal(text)
-
-
-def is_undone(text: str) -> bool:
-    """Whether ``text`` leaves something to compute, or computes with infinity."""
-    return restates(text) or shapes.beyond_infinity(text)
 
 
 def restates(text: str) -> bool:

@@ -1,6 +1,6 @@
 """Compare a completion's answer with the reference: as text, as a number, or as mathematics.
 
-Plain pairs are compared in microseconds; the rest in a killable process.
+Texts and numbers are compared in microseconds; formulas in a killable process.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from functools import partial
 
 from penstock.services.reward.scorers.answer import extraction, matching
 from penstock.services.reward.scorers.answer.matching import Attempt
-from penstock.services.reward.scorers.answer.mathematics import plain_mathematics, plain_numbers
+from penstock.services.reward.scorers.answer.mathematics import plain_numbers
 from penstock.services.reward.scorers.answer.notation import plain
 from penstock.services.reward.scorers.scorer import is_cut, unavailable, valued
 from penstock.services.reward.scorers.turns import Turns
@@ -175,8 +175,6 @@ class AnswerMatcher:
             return self._remembered.get(reference, answer)
         if answer == reference or self._scorer.mode == "exact":
             return self._judged(answer == reference, answer)
-        if (equality := self._equal_as_written(reference, answer)) is not None:
-            return self._judged(equality.equal, answer, (equality.rule,) if equality.rule else ())
         attempts = self._attempts(reference, answer)
         if (complaint := self._unreadable(answer, attempts)) is not None:
             return self._wrong_format(complaint)
@@ -189,17 +187,6 @@ class AnswerMatcher:
             rules = {equality.rule for equality in equalities if equality is not None} - {""}
             return self._judged(True, answer, tuple(sorted(attempt.rules | rules)))
         return self._judged(False, answer)
-
-    def _equal_as_written(self, reference: str, answer: str) -> Equality | None:
-        if len(answer) > matching.LONGEST_FORMULA or matching.is_dressed(reference) or matching.is_dressed(answer):
-            return None
-        expected, given = plain_numbers.read(reference), plain_numbers.read(answer)
-        if expected is not None and given is not None:
-            same_kind = bool(expected.digits) == bool(given.digits)
-            return self._equal_here(reference, answer) if same_kind else None
-        if self._scorer.mode == "numeric" or plain_mathematics.read(reference) is None or matching.is_undone(answer):
-            return None
-        return self._equal_here(reference, answer)
 
     def _unreadable(self, answer: str, attempts: tuple[Attempt, ...]) -> str | None:
         if self._scorer.mode == "numeric":
@@ -235,10 +222,7 @@ class AnswerMatcher:
                 return Equality(True, "tolerance")
             whole = "whole" in self._lenient and plain_numbers.close(expected, given, self._tolerance, whole=True)
             return Equality(True, "whole") if whole else _DIFFERENT
-        if self._scorer.mode == "numeric":
-            return _DIFFERENT
-        equal = plain_mathematics.compare(reference, answer)
-        return None if equal is None else Equality(equal)
+        return _DIFFERENT if self._scorer.mode == "numeric" else None
 
     async def _compare(self, reference: str, answer: str) -> Score:
         try:

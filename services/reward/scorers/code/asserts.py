@@ -5,7 +5,8 @@
     assert f((1, 2)) == Decimal("1.5"), "…"
            ╰───┬───╯    ╰─────┬─────╯
                │              given_0: evaluated once, in a clean interpreter
-               call_0: evaluated inside                              the check: call_0 == given_0, evaluated outside
+               call_0: evaluated inside                              the check: call_0 == given_0, evaluated outside: two
+                                                                     values here, others in a clean interpreter
 
 Only a call's arguments enter the sandbox, and only the function that every assert calls, or that the row names, is the
 program's, so no expected value reaches it.
@@ -16,8 +17,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import cast
 
-from penstock.services.reward.scorers.code import assert_evaluation, clean_interpreter
-from penstock.services.reward.scorers.code.assert_evaluation import Unsupported
+from penstock.services.reward.scorers.code import clean_interpreter
+from penstock.services.reward.scorers.code.clean_interpreter import Unsupported
 
 SUPPORTED = (
     "calls of one function of the program, compared with literals and with what the builtins and the standard library make of them and of "
@@ -36,8 +37,8 @@ class SplitAssert:
     given: tuple[str, ...]
     """Python source of complex parts without a result, named ``given_i`` in the check."""
     check: ast.expr
-    is_simple: bool
-    """Whether :mod:`assert_evaluation` can evaluate the check."""
+    is_equation: bool
+    """Whether the check compares two of results, given parts and literals by ``==``."""
 
     @property
     def uses_numpy(self) -> bool:
@@ -53,7 +54,7 @@ def given_name(place: int) -> str:
 
 
 def split(texts: Sequence[str], function: str = "") -> list[SplitAssert]:
-    """Split the asserts of a row. Raises Refused: not Python, another statement, or an assert that cannot be split."""
+    """Split the asserts of a row. Raises Unsupported: not Python, another statement, or an assert that cannot be split."""
     statements = [statement for text in texts for statement in _parsed(text)]
     function = function or _under_test(statements)
     return [_split(statement, function) for statement in statements]
@@ -126,18 +127,23 @@ def _split(statement: ast.Assert, function: str) -> SplitAssert:
         check = cast(ast.expr, given.visit(check))
         results = frozenset(map(call_name, range(len(calls.sources))))
         names = results | frozenset(map(given_name, range(len(given.sources))))
-        is_simple = _is_simple(check, names)
-        if not is_simple:
-            clean_interpreter.check(check, names)
+        clean_interpreter.check(check, names)
     except Unsupported as error:
         raise Unsupported(f"{source[:120]!r} with {error}") from error
-    return SplitAssert(source, function, tuple(calls.sources), tuple(given.sources), check, is_simple)
+    return SplitAssert(source, function, tuple(calls.sources), tuple(given.sources), check, _is_equation(check, names))
 
 
-def _is_simple(node: ast.expr, names: frozenset[str]) -> bool:
+def _is_equation(node: ast.expr, names: frozenset[str]) -> bool:
+    match node:
+        case ast.Compare(left=left, ops=[ast.Eq()], comparators=[right]):
+            return all(_is_literal(side) or (isinstance(side, ast.Name) and side.id in names) for side in (left, right))
+    return False
+
+
+def _is_literal(node: ast.expr) -> bool:
     try:
-        assert_evaluation.check(node, names)
-    except Unsupported:
+        ast.literal_eval(node)
+    except (ValueError, TypeError, RecursionError, MemoryError):
         return False
     return True
 
@@ -162,16 +168,12 @@ class _Given(ast.NodeTransformer):
         self.sources: list[str] = []
 
     def visit(self, node: ast.AST) -> ast.AST:
-        if not isinstance(node, ast.expr) or _is_simple(node, frozenset()):
+        if not isinstance(node, ast.expr) or _is_literal(node):
             return node
         if self._is_given(node):
             self.sources.append(ast.unparse(node))
             return ast.Name(id=given_name(len(self.sources) - 1), ctx=ast.Load())
-        if isinstance(node, self._INTO) or (
-            isinstance(node, ast.Call) and assert_evaluation.function_name(node.func) not in (None, "isinstance")
-        ):
-            return self.generic_visit(node)
-        return node
+        return self.generic_visit(node) if isinstance(node, self._INTO) else node
 
     def _is_given(self, node: ast.expr) -> bool:
         if isinstance(node, (ast.Name, ast.Attribute, ast.Lambda, ast.Starred)) or clean_interpreter.uses_numpy(node):

@@ -8,7 +8,6 @@ import ast
 import builtins
 
 from penstock.services.reward.executor.inside import runner
-from penstock.services.reward.scorers.code.assert_evaluation import TYPES, Unsupported
 
 _BUILTINS = frozenset(
     """
@@ -24,7 +23,23 @@ NUMPY = frozenset(("np", "numpy"))
 PRELUDE = frozenset(runner.prelude()) | NUMPY
 BUILTINS = frozenset(dir(builtins))
 LIBRARY_TYPES = frozenset(name for name in PRELUDE if name[0].isupper()) | {"deque", "defaultdict", "namedtuple"}
-_INSTANCES = frozenset(TYPES) | {"bytes", "complex", "Decimal", "Fraction"}
+_INSTANCES = frozenset(
+    (
+        "bool",
+        "bytes",
+        "complex",
+        "Decimal",
+        "dict",
+        "float",
+        "Fraction",
+        "frozenset",
+        "int",
+        "list",
+        "set",
+        "str",
+        "tuple",
+    )
+)
 METHODS = frozenset(
     name
     for kind in (str, bytes, list, tuple, dict, set, frozenset, int, float, complex, range)
@@ -38,8 +53,12 @@ elements subtract popleft appendleft rotate quantize numerator denominator limit
 )
 
 
+class Unsupported(Exception):
+    """The expression uses an unsupported feature, named in the message."""
+
+
 def check(node: ast.expr, results: frozenset[str]) -> None:
-    """Raise Refused unless ``node`` keeps its meaning in a clean interpreter."""
+    """Raise Unsupported unless ``node`` keeps its meaning in a clean interpreter."""
     bound = {part.id for part in ast.walk(node) if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store)}
     bound |= {part.arg for part in ast.walk(node) if isinstance(part, ast.arg)}
     known = frozenset(bound) | results | _BUILTINS | (PRELUDE - _UNCERTAIN_MODULES)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from decimal import Decimal
 
 from penstock.services.reward.scorers.code import asserts
-from penstock.services.reward.scorers.code.assert_evaluation import Unsupported
+from penstock.services.reward.scorers.code.clean_interpreter import Unsupported
 from penstock.services.reward.scorers.code.tests import AssertTest, CallTest, ProgramTest, Test
 from penstock.shared.bus.messages import Json
 

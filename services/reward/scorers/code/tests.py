@@ -19,7 +19,6 @@ from typing import Protocol
 
 from penstock.services.reward.executor.inside import comparison, plain_data
 from penstock.services.reward.scorers.code import asserts, program_results
-from penstock.services.reward.scorers.code.assert_evaluation import evaluate
 from penstock.services.reward.scorers.code.asserts import SplitAssert
 from penstock.services.reward.scorers.code.program_results import Elsewhere
 from penstock.shared.bus.messages import Json
@@ -116,18 +115,24 @@ class AssertTest:
     def problem(self, execution: Execution, tolerance: float) -> str | Call:
         results = {asserts.call_name(place): text for place, text in enumerate(execution.values)}
         texts = results | {asserts.given_name(place): text for place, text in enumerate(self.given)}
-        if self.split.is_simple and sum(map(len, texts.values())) <= program_results.LONGEST:
+        if self.split.is_equation and sum(map(len, texts.values())) <= program_results.LONGEST:
             with contextlib.suppress(Elsewhere):
-                return self._simple_problem(texts, tolerance)
+                return self._unequal(texts, tolerance)
         return Call("holds", (ast.unparse(self.split.check), dict(texts), tolerance))
 
-    def _simple_problem(self, texts: Mapping[str, str], tolerance: float) -> str:
+    def _unequal(self, texts: Mapping[str, str], tolerance: float) -> str:
+        check = self.split.check
+        assert isinstance(check, ast.Compare)
         try:
             names = {name: program_results.rebuilt(program_results.read(text)) for name, text in texts.items()}
-            right = bool(evaluate(self.split.check, names, tolerance))
+            left, right = (
+                names[side.id] if isinstance(side, ast.Name) else ast.literal_eval(side)
+                for side in (check.left, *check.comparators)
+            )
+            are_equal = comparison.equal(left, right, tolerance)
         except _WRONG as error:
             return f"{self._shown} ended in {type(error).__name__}"
-        return "" if right else f"{self._shown} does not hold for {_short(list(names.values()))}"
+        return "" if are_equal else f"{self._shown} does not hold for {_short(list(names.values()))}"
 
     @property
     def _shown(self) -> str:

@@ -19,7 +19,6 @@ import regex
 
 from penstock.services.reward.scorers.answer.extraction import tagged
 from penstock.services.reward.scorers.format import checks
-from penstock.services.reward.scorers.format.patterns import MOST_STEPS, Sequence
 from penstock.services.reward.scorers.scorer import is_cut, unavailable, valued
 from penstock.services.reward.scorers.turns import Turns
 from penstock.services.reward.subprocess_pool.cache import Recent
@@ -71,11 +70,9 @@ class FormatChecker:
         self.name = scorer.name
         self._scorer = scorer
         self._turns = Turns()
-        self._sequence = Sequence.read(scorer.pattern)
         slow: dict[str, object] = {}
         if scorer.pattern:
             self._compiled("pattern", lambda: checks.compile_pattern(scorer.pattern))
-            self._match = checks.make_match(scorer.pattern)
             slow["pattern"] = scorer.pattern
         if scorer.json_schema:
             slow["json"] = scorer.json_schema
@@ -143,19 +140,10 @@ class FormatChecker:
 
     async def _problems(self, checks: Iterable[_Check]) -> dict[_Check, str]:
         problems: dict[_Check, str] = {}
-        slow: list[_Check] = []
-        for check in checks:
-            if self._is_fast(*check):
-                problems[check] = await self._turns.take(partial(self._match, check[1]))
-            elif self._failed.get(*check) is None:
-                slow.append(check)
-        for batch in _batches(slow):
+        for batch in _batches([check for check in checks if self._failed.get(*check) is None]):
             with contextlib.suppress(Overdue, Crashed, TemporaryError):
                 problems |= await self._ask(batch)
         return problems
-
-    def _is_fast(self, check: str, text: str) -> bool:
-        return check == "pattern" and self._sequence is not None and self._sequence.steps(text) <= MOST_STEPS
 
     async def _ask(self, checks: list[_Check]) -> dict[_Check, str]:
         """Return how texts break rules. Raises what :meth:`Processes.ask` raises."""

@@ -5,7 +5,7 @@ A batch's loss is the sum of its *streams*, each over tokens of its own::
     rl             the policy loss                              tokens that a policy drew
     ce             −log π of each token, × ``imitation``        tokens of demonstrations
     entropy        − the entropy bonus                          as rl
-    reference_kl   the KL penalty, with kl.where = "loss"       as rl
+    reference_kl   the KL penalty, unless it is of rewards      as rl
     distillation   the KL to the teacher's top k (``top_k``)    as rl
 
 A stream's loss is a sum over its tokens (:func:`total`) over its own divisor (:func:`divisor`). Both cover all

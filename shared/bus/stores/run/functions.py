@@ -77,7 +77,10 @@ def episode_functions(settings: Settings) -> dict[str, str]:
     of = settings.episodes
     named = {"environment": (of.environment,), "agent": (of.agent,), "tools": of.tools}
     return {
-        f"episodes.{name} = {reference}": reference for name, each in named.items() for reference in each if reference
+        f"episodes.{name} = {reference}": reference
+        for name, each in named.items()
+        for reference in each
+        if reference and "://" not in reference
     }
 
 
