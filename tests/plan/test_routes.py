@@ -19,7 +19,6 @@ from penstock.services.rollout.engines.vllm.routing.route_record import PAGE, Ro
 from penstock.services.trainer.batch.packing import PackedRow, micro_batch
 from penstock.services.trainer.model.routing.exchange import RouteExchange
 from penstock.services.trainer.model.routing.replay import RouterReplay
-from penstock.services.trainer.rank_group import start_ranks
 from penstock.shared.bus.messages import FinishReason, Sample
 
 LAYERS, TOP, EXPERTS = 6, 4, 64
@@ -77,8 +76,8 @@ def chosen(tokens: int) -> bytes:
     return bytes(np.broadcast_to(np.arange(TOP, dtype=np.uint8), (tokens, LAYERS, TOP)).tobytes())
 
 
+@pytest.mark.usefixtures("one_rank")
 def test_the_trainers_host_and_gpu_take_what_is_planned() -> None:
-    start_ranks("cpu")
     work, replay = workload(3000), RouterReplay(tuple(range(LAYERS)), LAYERS, EXPERTS, TOP)
     claims = [b"%d" % number for number in range(work.samples)]
     rows = [PackedRow(np.zeros(5, np.int32), (sample(3000, claim),), (0,)) for claim in claims]

@@ -83,10 +83,10 @@ def _engine(settings: Settings, work: Workload, capacity_bytes: float) -> Sequen
         rollout.vllm.gpu_memory_utilization,
         rollout.max_groups * settings.sampling.group_size,
     )
-    *fixed, shadow, cache = engine_memory(work, options, capacity_bytes, capacity_bytes).components
+    *fixed, shadow, experts, cache = engine_memory(work, options, capacity_bytes, capacity_bytes).components
     # vLLM fills what it may use, whether it needs it or not
     filled = max(cache.nbytes, options.utilization * capacity_bytes - sum(part.nbytes for part in fixed))
-    return [*fixed, shadow, dataclasses.replace(cache, nbytes=filled)]
+    return [*fixed, shadow, experts, dataclasses.replace(cache, nbytes=filled)]
 
 
 def _folded(parts: Iterable[Component]) -> dict[str, float]:
