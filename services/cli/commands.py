@@ -37,7 +37,7 @@ def add_to(app: typer.Typer) -> None:
 def _add_list(group: typer.Typer, name: str, path: str, sentence: str) -> None:
     def show(connection: Connection, context: typer.Context, most: Most = 1000) -> None:
         if context.invoked_subcommand is None:
-            connection.print_list(name, path, most)
+            connection.print_list(name, connection.coordinator().items(path, most))
 
     group.callback(help=f"{sentence}\n\n**Example:** `penstock {name}`")(connected(show))
 
@@ -181,7 +181,7 @@ def events(
     if follow:
         _follow(connection)
     else:
-        connection.print_list("events", "/v1/events", most)
+        connection.print_list("events", connection.reader().items("/v1/events", most))
 
 
 def _follow(connection: Connection) -> None:

@@ -98,11 +98,11 @@ class Connection:
 
         tables.show_one(item, as_json=self.as_json)
 
-    def print_list(self, command: str, path: str, most: int) -> None:
+    def print_list(self, command: str, items: list[dict[str, Any]]) -> None:
         """Print a list with the columns of ``command``."""
         from penstock.services.cli import tables
 
-        tables.show(command, self.reader().items(path, most), as_json=self.as_json)
+        tables.show(command, items, as_json=self.as_json)
 
     def get(self, path: str) -> None:
         """Get one item and print it."""
@@ -150,7 +150,7 @@ def existing(run: Path) -> Path:
     """Return ``run``. Raises SettingsError: no run's folder is there."""
     if not any((run / name).is_file() for name in _OF_RUNS):
         raise SettingsError(
-            f"no run at {run}: {_OF_RUNS[0]} is missing there: give the folder of a run, such as runs/latest"
+            f"no run at {run}: {_OF_RUNS[0]} is missing there: start one with `penstock up`, or give the folder of a run"
         )
     return run
 

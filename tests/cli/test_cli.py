@@ -270,6 +270,9 @@ def test_a_run_that_has_ended_is_shown_from_its_folder(tmp_path: Path, capsys: p
     assert compared["metrics"]["reward_mean"] == {"left": None, "right": 0.5, "change": None}
     assert main(["policies", "show", "9", "--run", str(tmp_path)]) == 1
     assert "no policy version 9; it has versions up to 1" in capsys.readouterr().err
+    for command in ("dead", "services", "runs"):  # the records say nothing of these, so an empty list would be a claim
+        assert main([command, "--run", str(tmp_path)]) == 1
+        assert "it has finished after 6 steps" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -502,6 +502,19 @@ async def test_a_finished_run_ends_by_itself_with_code_0(up: Up) -> None:
     assert "finished step 3/3" in output
 
 
+async def test_a_replica_drained_during_the_last_evaluation_comes_back(up: Up) -> None:
+    up.script("coordinator-0", COORDINATOR)
+    up.script("rollout-0")
+    up.start()
+    await until(lambda: up.ready("rollout-0") and (up.run_folder / "rollout-0.heeds").exists())
+    (up.run_folder / "step.txt").write_text("1000")
+    drained = up.pid("rollout-0")
+    os.kill(drained, signal.SIGTERM)  # it exits with code 0, as a drained replica
+    await until(lambda: up.pid("rollout-0") not in (0, drained))
+    (up.run_folder / "state.txt").write_text("finished")
+    assert up.wait()[0] == 0
+
+
 DEAF = """
 import os, signal, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -78,9 +78,9 @@ class Watch:
             self._tell(f"the coordinator has not answered for {silent_s:.0f} s: {why}")
 
     async def finished(self) -> bool:
-        await self.ask()
+        answered = await self.ask()  # while it does, an evaluation after the last step needs every process
         run = self.seen.run
-        return run is not None and (run.ended or 0 < run.steps <= run.step)
+        return run is not None and (run.ended or (not answered and 0 < run.steps <= run.step))
 
     async def step(self) -> int | None:
         """Return the newest known step, or None while the run is paused."""
