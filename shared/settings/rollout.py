@@ -174,7 +174,7 @@ class EpisodesSettings(Section):
     """Episodes of several turns (docs/episodes.md). Set environment, tools, mcp, executor or agent;
     sampling.max_new_tokens then limits a turn."""
 
-    environment: str = Field(default="", pattern=rf"^$|{_OBJECT}|^https?://[^/@\s]+")
+    environment: str = Field(default="", pattern=rf"^$|{_OBJECT}|^https?://[^/@\s]+(/[^@\s]*)?$")
     """`package.module:Class` of an environment, or the URL of an OpenEnv server."""
     tools: tuple[Annotated[str, Field(pattern=_OBJECT)], ...] = Field(default=())
     """Functions that the policy can call, each `package.module:function`."""

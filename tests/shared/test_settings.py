@@ -77,6 +77,7 @@ def test_a_flag_without_a_value_is_refused(tmp_path: Path) -> None:
         ("[trainer]\nranks = 2\ngpus = [0]", "expected 2 different numbers in trainer.gpus, one for each of trainer.ranks, found [0]"),
         ("[reward]\nreplicas = 2\ngpus = [3]", "expected as many numbers in reward.gpus for each of 2 reward.replicas, found [3]"),
         ("[rollout]\nreplicas = 2\ngpus = [0, 1, 2]", "expected as many numbers in rollout.gpus for each of 2 rollout.replicas, found [0, 1, 2]"),
+        ('[episodes]\nenvironment = "http://me:secret@host/"', "episodes.environment: expected text of the form"),
         ('[rollout]\nnodes = 2\nrendezvous = "a:1"', "expected rollout.rendezvous, rollout.secret_file and rollout.node < 2 with rollout.nodes = 2, found 'a:1', None and 0"),
         ("[rollout]\nnode = 1", "rollout.node < 1 with rollout.nodes = 1, found '', None and 1"),
         ('[rollout]\nnodes = 2\nnode = 2\nrendezvous = "a:1"\nsecret_file = "s"\nvllm.tensor_parallel_size = 2', "rollout.node < 2 with rollout.nodes = 2, found 'a:1', s and 2"),

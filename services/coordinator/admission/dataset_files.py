@@ -58,7 +58,7 @@ def read(source: str, setting: str) -> Iterator[tuple[str, DatasetRow]]:
 
 
 def begin(source: str, setting: str, most_rows: int) -> Iterator[tuple[str, DatasetRow]]:
-    """Read the first rows; of a dataset on a hub maybe fewer."""
+    """Read the first rows. Raises TemporaryError, too: those of a dataset on a hub cannot be read alone."""
     if (on_hub := hub_dataset(source)) is not None:
         yield from hub.begin(on_hub, setting, most_rows)
     else:

@@ -3,13 +3,14 @@
 The sentence is that of :func:`dataset.load <penstock.services.coordinator.admission.dataset.load>`, which reads all rows.
 """
 
+import contextlib
 from collections.abc import Sequence
 
 from penstock.services.coordinator.admission import dataset_files
 from penstock.services.coordinator.admission.dataset import SHOWN, check_answer, check_loaded, read_problem
 from penstock.services.coordinator.admission.dataset_files import BadRow, RowFilter
 from penstock.services.coordinator.admission.demonstrations import CompletionColumns, Kind
-from penstock.shared.dataset_source import hub_dataset
+from penstock.shared.errors import TemporaryError
 from penstock.shared.settings import Settings
 from penstock.shared.settings.rewards.scorers import AnswerScorer
 from penstock.shared.settings.run import RunKind
@@ -36,18 +37,18 @@ def _asks_by_messages(
     names = [scorer.name for scorer in scorers]
     comparing = [scorer for scorer in scorers if isinstance(scorer, AnswerScorer)]
     kind, filtered, bad = Kind(columns), RowFilter(condition), []
-    for name, row in dataset_files.begin(source, setting, max(data.max_bad_rows + 1, SHOWN)):
-        try:
-            if isinstance(row, BadRow):
-                raise row
-            shown = may_show and kind.is_shown(name, row)
-            asked = columns.split(row)[0] if shown else row
-            problem = read_problem(name, asked, data, names, teachers=() if shown else teachers)
-            if filtered.keeps(row, problem.characters) and not shown:
-                check_answer(problem, data.answer_field, comparing)
-            return problem.messages is not None
-        except BadRow as error:
-            bad.append(f"{name}: {error}")
-    if bad or hub_dataset(source) is None:
+    with contextlib.suppress(TemporaryError):  # of a hub, whose rows the coordinator reads
+        for name, row in dataset_files.begin(source, setting, max(data.max_bad_rows + 1, SHOWN)):
+            try:
+                if isinstance(row, BadRow):
+                    raise row
+                shown = may_show and kind.is_shown(name, row)
+                asked = columns.split(row)[0] if shown else row
+                problem = read_problem(name, asked, data, names, teachers=() if shown else teachers)
+                if filtered.keeps(row, problem.characters) and not shown:
+                    check_answer(problem, data.answer_field, comparing)
+                return problem.messages is not None
+            except BadRow as error:
+                bad.append(f"{name}: {error}")
         check_loaded(source, data, setting, 0, bad, 0)
     return bool(data.system)

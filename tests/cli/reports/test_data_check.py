@@ -1,9 +1,11 @@
 """`penstock data check`, and datasets on a hub that is served here."""
 
+import io
 import json
 import os
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,14 @@ def python(folder: Path, url: str, *words: str) -> subprocess.CompletedProcess[s
     return subprocess.run(
         [sys.executable, *words], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
     )
+
+
+def archive(name: str, content: bytes) -> bytes:
+    buffer, member = io.BytesIO(), tarfile.TarInfo(name)
+    member.size = len(content)
+    with tarfile.open(fileobj=buffer, mode="w:gz") as tar:
+        tar.addfile(member, io.BytesIO(content))
+    return buffer.getvalue()
 
 
 def settings(folder: Path, source: str) -> str:
@@ -145,6 +155,7 @@ def test_a_run_pins_its_hub_datasets_to_a_commit(tmp_path: Path) -> None:
         ({"train.jsonl": b'{"question": "1+1=", "answer": 2}\n' * 9}, "own/sums/train:1: expected a column 'prompt'"),
         ({"validation.jsonl": TRAIN}, "found: Bad split: train"),
         ({"train.jsonl": TRAIN}, ""),
+        ({"train.jsonl.tar.gz": archive("train.jsonl", TRAIN)}, ""),  # which the library does not stream
     ],
 )
 def test_up_reads_the_first_rows_of_a_dataset_on_a_hub_before_it_starts_a_process(

@@ -4,13 +4,14 @@ import datetime
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow as arrow
 import pyarrow.parquet as parquet
 import pytest
 
-from penstock.services.coordinator.admission import dataset, dataset_files, references
+from penstock.services.coordinator.admission import dataset, dataset_files, first_rows, hub, references
 from penstock.services.coordinator.admission.data_overlap import Overlap, Training
 from penstock.services.coordinator.admission.dataset import EpochOrder, subset
 from penstock.services.coordinator.service import load_data
@@ -481,6 +482,7 @@ def test_a_row_that_no_reader_takes_is_bad(depth: int, bad: int, tmp_path: Path)
 
 _LOADED = """
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from penstock.services.coordinator.admission import dataset_files
 from penstock.shared.errors import SettingsError
@@ -518,3 +520,29 @@ def test_a_row_group_that_declares_too_much_is_refused(tmp_path: Path, monkeypat
     parquet.write_table(arrow.table({"prompt": ["q"] * 1000}), path)
     monkeypatch.setattr(dataset_files, "_GROUP_BYTES", 1000)
     assert "expected row groups of at most 1000 bytes" in refusal(path)
+
+
+def test_rows_of_a_hub_are_judged_one_by_one_and_left_to_the_coordinator_where_reading_breaks_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+
+    def served(*answers: dict[str, object] | OSError) -> bool:
+        def rows() -> Iterator[dict[str, object]]:
+            for answer in answers:
+                if isinstance(answer, OSError):
+                    raise answer
+                read.append(str(answer))
+                yield answer
+
+        monkeypatch.setattr(hub, "_load", lambda *_, **__: rows())
+        return first_rows.check(settings(tmp_path, data={"path": "hf://own/sums:train", "system": "Add."}))
+
+    bad: dict[str, object] = {"question": "1+1="}
+    asks: dict[str, object] = {"prompt": "1+1=", "answer": 2}
+    assert served(bad, asks, asks)
+    assert len(read) == 2, "up to the first usable row"
+    assert served(bad, OSError("reset by peer")), "by the system prompt"
+    for answers in ((bad,), ()):
+        with pytest.raises(SettingsError, match=r"expected at least one (usable )?row in hf://own/sums:train"):
+            served(*answers)

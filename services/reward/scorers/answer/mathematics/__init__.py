@@ -1,1 +1,1 @@
-"""Equality of formulas: exact and in process if simple, otherwise math-verify in a killable process."""
+"""Equality of numbers, read exactly in process, and of formulas, by math-verify in a killable process."""
