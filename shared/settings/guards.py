@@ -49,9 +49,9 @@ class GuardsSettings(Section):
                 f"expected {both[0]!r} in guards.pause or in guards.off, but it is in both: remove it from one"
             )
         for name, value in self.limits.items():
-            if name not in LIMITS or (name in _SHARES and value > 1):
+            if name not in LIMITS or (name in _SHARES and value > 1) or (name == "probe" and not value):
                 raise ValueError(
-                    f"expected limits of {', '.join(LIMITS)} in guards.limits, at most 1 for {', '.join(_SHARES)}, found {name} = "
+                    f"expected limits of {', '.join(LIMITS)} in guards.limits, at most 1 for {', '.join(_SHARES)}, above 0 for probe, found {name} = "
                     f"{value:g}: change guards.limits"
                 )
         return self

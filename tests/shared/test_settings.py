@@ -50,6 +50,8 @@ def test_a_flag_without_a_value_is_refused(tmp_path: Path) -> None:
     [
         ("[trainer]\nlearnin_rate = 1", "trainer.learnin_rate: expected a known setting, found 'learnin_rate'; did you mean 'learning_rate'?"),
         ("[weights]\nprobe_gap_nats = 0.4", "weights.probe_gap_nats no longer exists: use probe in guards.limits, a multiple of"),
+        ('[algorithm.kl]\nestimator = "k1"\nwhere = "loss"', "algorithm.kl.where no longer exists: use algorithm.kl.estimator"),
+        ("[guards]\nlimits = { probe = 0 }", "above 0 for probe, found probe = 0: change guards.limits"),
         ("[trainr]\nranks = 1", "trainr: expected a known setting, found 'trainr'; did you mean 'trainer'?"),
         ('[run]\nsteps = "many"', "run.steps: expected a valid integer, unable to parse string as an integer, found 'many': change run.steps"),
         ("[sampling]\ngroup_size = 1", "sampling.group_size: expected greater than or equal to 2, found 1: change sampling.group_size"),

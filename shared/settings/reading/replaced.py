@@ -61,7 +61,10 @@ def drop_defaults(values: dict[str, Any]) -> None:
     >>> values
     {'weights': {'kv': 'keep'}}
     """
+    is_k1 = any(table.get("estimator") == "k1" for table in _tables(values, "algorithm.kl"))
     for key, (default, _) in REPLACED.items():
+        if is_k1 and key == "algorithm.kl.where":  # whose default was refused with it
+            continue
         path, _, name = key.rpartition(".")
         for table in _tables(values, path):
             given = table.get(name)
