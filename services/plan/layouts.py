@@ -257,11 +257,12 @@ class Planner:
         return dataclasses.replace(own, ranks=ranks, sharded=sharded, gpu_bytes=gpu_bytes, expert_parallel=together)
 
     def _shares_of_experts(self, mine: TrainerOptions) -> tuple[int, ...]:
-        """Return how many ranks may share a copy of the experts: as the run says, or as many of a host's as divide them."""
+        """Return how many ranks may share the experts, and a critic's: as the run says, or all of a host that divide them."""
         work = self.work
-        together = math.gcd(mine.ranks, self.cluster.per_node, work.shape.experts)
-        is_refused = mine.sequence_parallel > 1 or work.critic is not None or work.lora_rank
-        return (mine.expert_parallel,) if is_refused or not work.shape.experts else (mine.expert_parallel, together)
+        experts = {work.shape.experts, (work.critic or work.shape).experts}
+        together = math.gcd(mine.ranks, self.cluster.per_node, *experts)
+        is_refused = mine.sequence_parallel > 1 or work.lora_rank or 0 in experts
+        return (mine.expert_parallel,) if is_refused else (mine.expert_parallel, together)
 
     def _trainer(
         self, ranks: int, limit_bytes: float, *, snapshots: int = 2, frees: bool = False, ways: int = len(_WAYS) + 1

@@ -113,22 +113,22 @@ class TrainerOptions:
 def trainer_table(work: Workload, options: TrainerOptions, limit_bytes: float) -> tuple[Table, int]:
     """Return rank 0's memory by phase, and the layers that keep their activations within ``limit_bytes``."""
     lasting = _lasting(work, options)
-    moving = _gradients(work.trained, work, options)
+    moving = _gradients(work, options)
     experts = Component("experts of tokens", routes.pass_bytes(work, options.micro_batch_tokens))
     base = total([*lasting, *moving, experts])
     kept, keeps_logits = _kept(work, options, USED * limit_bytes - base)
     passes = [*moving, experts, *activations(work, options, kept, keeps_logits=keeps_logits)]
-    held = _held(work.trained, work, options)
+    held = _held(work, options)
     table: dict[Phase, Components] = {
         "wait": [*lasting, *held],
-        "forward and backward": [*lasting, *max(passes, _reduced(work.trained, work, options), key=total)],
-        "optimizer": [*lasting, *_step(work.trained, work, options)],
+        "forward and backward": [*lasting, *max(passes, _reduced(work, options), key=total)],
+        "optimizer": [*lasting, *_step(work, options)],
     }
     if work.critic is not None:
-        of_critic = _gradients(work.critic.weights, work, options)
-        passes = [*of_critic, *activations(work, options, kept)[:1]]
-        busy = max(passes, _step(work.critic.weights, work, options), key=total)
-        table["critic"] = [*lasting, *held, *_without(busy, _held(work.critic.weights, work, options))]
+        of_critic = _of_critic(work, work.critic)
+        passes = [*_gradients(of_critic, options), *activations(work, options, kept)[:1]]
+        busy = max(passes, _step(of_critic, options), key=total)
+        table["critic"] = [*lasting, *held, *_without(busy, _held(of_critic, options))]
     return table, kept
 
 
@@ -144,8 +144,7 @@ def _lasting(work: Workload, options: TrainerOptions) -> list[Component]:
     parts = [Component("weights", 0.0 if options.offload == "all" else weights, away)]
     parts += optimizer_states(work.trained, work, options)
     if work.critic is not None:
-        held = total(_held(work.critic.weights, work, options))
-        parts.append(Component("critic", _critic_bytes(work.critic, work, options) + held, _STATES))
+        parts.append(Component("critic", _critic_bytes(_of_critic(work, work.critic), options), _STATES))
     if work.reference:
         parts.append(  # whole on each GPU, whatever DeepSpeed divides or offloads
             Component("reference", float(work.policy_bytes), 'set algorithm.reference = "reward", or policy.lora.rank')
@@ -176,15 +175,19 @@ def optimizer_states(trained: int, work: Workload, options: TrainerOptions) -> l
     ]
 
 
-def _critic_bytes(critic: Shape, work: Workload, options: TrainerOptions) -> float:
-    weights = critic.weights * work.weight_bytes / options.shards(3)
-    return weights + total(optimizer_states(critic.weights, work, options))
+def _critic_bytes(work: Workload, options: TrainerOptions) -> float:
+    weights = options.held(work.trained, work.shape.expert_weights, 3) * work.weight_bytes
+    return weights + total([*optimizer_states(work.trained, work, options), *_held(work, options)])
 
 
-def _gradients(trained: int, work: Workload, options: TrainerOptions) -> list[Component]:
-    nbytes = trained * work.weight_bytes
+def _of_critic(work: Workload, critic: Shape) -> Workload:
+    """Return ``work`` with the critic in the policy's place; all of its weights are trained."""
+    return dataclasses.replace(work, shape=critic, lora_rank=0)
+
+
+def _gradients(work: Workload, options: TrainerOptions) -> list[Component]:
     experts = 0 if work.lora_rank else work.shape.expert_weights
-    held = options.held(trained, experts, 2) * work.weight_bytes
+    held = options.held(work.trained, experts, 2) * work.weight_bytes
     parts = [Component("gradients", held, "set trainer.zero_stage = 2")]
     if not options.zero_stage:
         return parts
@@ -192,15 +195,15 @@ def _gradients(trained: int, work: Workload, options: TrainerOptions) -> list[Co
     if options.zero_stage == 3:
         buffers += min(_GATHERED, work.policy_bytes)
     elif options.zero_stage == 2 and options.offload == "none":
-        buffers += nbytes / options.ranks  # of this pass, added to those of the passes before
+        buffers += work.trained * work.weight_bytes / options.ranks  # of this pass, added to those of the passes before
     return [*parts, Component("reduction", buffers, "set zero_optimization in trainer.deepspeed")]
 
 
-def _held(trained: int, work: Workload, options: TrainerOptions) -> list[Component]:
+def _held(work: Workload, options: TrainerOptions) -> list[Component]:
     """Return what stage 3 keeps between steps: a rank's gradients and the bucket in which they are reduced."""
     if options.zero_stage < 3 or options.offload != "none":
         return []
-    gradients, reduction = _gradients(trained, work, options)
+    gradients, reduction = _gradients(work, options)
     return [gradients, dataclasses.replace(reduction, nbytes=_BUCKET * work.weight_bytes)]
 
 
@@ -210,25 +213,25 @@ def _without(parts: Components, counted: Components) -> list[Component]:
     return [dataclasses.replace(part, nbytes=max(0.0, part.nbytes - sizes.get(part.name, 0.0))) for part in parts]
 
 
-def _reduced(trained: int, work: Workload, options: TrainerOptions) -> list[Component]:
+def _reduced(work: Workload, options: TrainerOptions) -> list[Component]:
     """Return what the end of the last backward pass needs at stage 1: all gradients, and on several ranks a flat copy of
     the rank's share."""
-    gradients = _gradients(trained, work, options)[0]
+    gradients = _gradients(work, options)[0]
     copied = options.zero_stage == 1 and options.ranks > 1 and options.offload == "none"
-    copies = trained * work.weight_bytes / options.ranks if copied else 0.0
+    copies = work.trained * work.weight_bytes / options.ranks if copied else 0.0
     return [gradients, Component("reduction", copies, "set zero_optimization in trainer.deepspeed")]
 
 
-def _step(trained: int, work: Workload, options: TrainerOptions) -> list[Component]:
+def _step(work: Workload, options: TrainerOptions) -> list[Component]:
     """Return what the optimizer's step needs: gradients, and below stage 3 a flat copy of a rank's share of a group,
     which becomes one in float32; the bucket is freed."""
-    gradients, *reduction = _gradients(trained, work, options)
+    gradients, *reduction = _gradients(work, options)
     if not options.zero_stage:
         return [gradients]
-    own = (_GROUP if trained > _LARGE else trained) / options.ranks
+    own = (_GROUP if work.trained > _LARGE else work.trained) / options.ranks
     nbytes = own * (6 if work.weight_bytes == 2 else 4)
     if options.zero_stage == 3:
-        nbytes = min(4 * trained / options.ranks, _SUB_GROUP)
+        nbytes = min(4 * work.trained / options.ranks, _SUB_GROUP)
     copies = Component("gradients in float32", 0.0 if options.offload != "none" else nbytes, _MORE_RANKS)
     return [gradients, *(reduction if options.zero_stage == 3 else ()), copies]
 

@@ -26,6 +26,7 @@ from penstock.services.plan.measured import measured
 from penstock.services.plan.memory import TrainerOptions, peak, trainer_table
 from penstock.services.plan.rates import checkpoint_seconds, transfer_seconds
 from penstock.services.plan.report import write
+from penstock.services.plan.shapes import SHAPES, shape_of
 from penstock.services.plan.workload import workload_of
 from penstock.services.up import disk_space
 from penstock.services.up.disk_space import checkpoint_notice
@@ -98,6 +99,31 @@ def test_a_rank_has_its_part_of_divided_experts_and_the_rest_whole_before_zero_d
         assert sizes["weights"] == 2 * weights
         assert sizes["gradients"] == 2 * gradients
         assert sizes["moments"] == rest + experts, "8 bytes over 8 ranks"
+
+
+@pytest.mark.parametrize("critic", ["30b-a3b", "7b"])
+def test_a_rank_has_its_part_of_a_critics_own_experts(critic: str) -> None:
+    work = workload_of(settings_of(None, ["--algorithm.preset=ppo"]), "30b-a3b")
+    shape = shape_of(critic)
+    table, _ = trainer_table(dataclasses.replace(work, critic=shape), TrainerOptions(8, 1, expert_parallel=8), H200)
+    sizes = {part.name: part.nbytes for part in table["critic"]}
+    own = 2 * (shape.weights - shape.expert_weights * 7 / 8)
+    assert sizes["gradients"] == own
+    assert sizes["critic"] == own + shape.weights * 12 / 8, "12 bytes of states over 8 ranks"
+
+
+def test_up_starts_a_critic_of_divided_experts_that_no_gpu_holds_whole(tmp_path: Path) -> None:
+    mixture = {**SHAPES["30b-a3b"], "model_type": "qwen3_moe"}
+    parts = {"algorithm.preset": "ppo", "weights.transport": "file", "rollout.vllm.tensor_parallel_size": 2}
+    parts |= {"trainer.ranks": 8, "trainer.expert_parallel": 8}
+    certain.check_gpus(named(settings_with(tmp_path, **mixture), range(8), (8, 9), **parts), [H200] * 10)
+
+
+@pytest.mark.parametrize(("critic", "divides"), [("", True), ("7b", False)])
+def test_experts_are_planned_on_ranks_together_if_the_critic_has_some_too(critic: str, *, divides: bool) -> None:
+    flags = ["--algorithm.preset=ppo", f"--algorithm.critic.model={critic}"]
+    planned = make(settings_of(None, flags), "8xH200", "30b-a3b").candidates
+    assert any(each.layout.trainer.expert_parallel > 1 for each in planned) == divides
 
 
 def ways(model: str, gpus: str, *flags: str) -> set[tuple[bool, bool]]:
