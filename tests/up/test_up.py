@@ -15,6 +15,7 @@ import pytest
 
 from penstock.services.cli.__main__ import main
 from penstock.services.up import run_folder
+from penstock.services.up.display import summary
 from penstock.services.up.display.view import duration, spark
 from penstock.services.up.plan import services
 from penstock.services.up.prepare import prepare
@@ -585,6 +586,12 @@ def test_the_resume_of_a_finished_run_starts_nothing_and_says_how_to_extend_it(
     )
     assert not (up.run_folder / "up.json").exists()
     prepare(None, up.run_folder, ["--run.steps", "21"]).lock.close()
+
+
+def test_an_interrupted_run_does_not_call_the_policy_of_an_earlier_end_its_own(tmp_path: Path) -> None:
+    (tmp_path / "policy").mkdir()
+    assert "/policy  the trained policy in Hugging Face form" in summary.text(tmp_path, resumable=False)
+    assert "/policy  of an earlier end of this run, which went on since" in summary.text(tmp_path, resumable=True)
 
 
 def test_a_run_behind_a_link_has_the_same_folder_when_it_is_started_and_resumed(up: Up) -> None:

@@ -16,7 +16,7 @@ def text(run_folder: Path, resumable: bool) -> str:
     folder = _short(run_folder)
     summary = _read(run_folder / "summary.json")
     parts = [_figures(summary), _bound(run_folder, bool(summary.get("gpu_hours")))] if not resumable else []
-    parts.append(_places(run_folder, folder))
+    parts.append(_places(run_folder, folder, resumable))
     parts.append(_next(run_folder, folder, resumable))
     return "\n\n".join(part for part in parts if part)
 
@@ -44,10 +44,13 @@ def _bound(run_folder: Path, on_gpus: bool) -> str:
     return advice(mean_metrics(run_folder), replicas, on_gpus, settings.gpu_sharing)
 
 
-def _places(run_folder: Path, folder: str) -> str:
+def _places(run_folder: Path, folder: str, resumable: bool) -> str:
+    policy = (
+        "of an earlier end of this run, which went on since" if resumable else "the trained policy in Hugging Face form"
+    )
     known = (
         ("report.html", "curves and rollouts; open it in a browser"),
-        ("policy", "the trained policy in Hugging Face form"),
+        ("policy", policy),
         ("summary.json", "the figures above, and more"),
         ("logs", "logs of all processes"),
     )
