@@ -91,4 +91,6 @@ async def test_a_real_model_trains_on_a_cpu(policy: Path, tmp_path: Path, monkey
     assert (config["model_type"], config["tie_word_embeddings"], config["vocab_size"]) == ("llama", True, 49152)
     steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [step["step"] for step in steps] == [1, 2]
-    assert all(step["logprob_gap"] < 1e-3 for step in steps)  # float32 on both sides, other kernels
+    fresh = [step for step in steps if step["lag_max"] == 0]  # a lucky answer in the first step changes the policy
+    assert steps[0] in fresh
+    assert all(step["logprob_gap"] < 1e-3 for step in fresh)  # float32 on both sides, other kernels
