@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from benchmarks.shapes import config_of
+
 SHARD_BYTES = 4e9
 
 
@@ -21,10 +23,7 @@ def write(
     embeddings then, of which the first element is 1. Thus the final norm has the same first element everywhere, and a
     larger one in the end token's output weights raises its logit by a constant.
     """
-    from transformers import Qwen2Config, Qwen3MoeConfig
-
-    kind = Qwen3MoeConfig if "num_experts" in shape else Qwen2Config
-    made = kind(**shape, rope_theta=1e6, dtype=dtype, **config)
+    made = config_of(shape, rope_theta=1e6, dtype=dtype, **config)
     made.architectures = ["Qwen3MoeForCausalLM" if "num_experts" in shape else "Qwen2ForCausalLM"]
     made.save_pretrained(folder)
     generator = torch.Generator(device).manual_seed(0)

@@ -39,3 +39,10 @@ MIXTURES: Mapping[str, Mapping[str, Any]] = {
 }  # fmt: skip
 
 ALL_SHAPES = {**SHAPES, **MIXTURES}
+
+
+def config_of(shape: Mapping[str, Any], **more: Any) -> Any:
+    """Return a shape's configuration, Qwen2's or Qwen3-MoE's."""
+    from transformers import Qwen2Config, Qwen3MoeConfig
+
+    return (Qwen3MoeConfig if "num_experts" in shape else Qwen2Config)(**shape, **more)

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.shapes import config_of
 from penstock.services.trainer.batch.packing import MicroBatch, PackedRow
 from penstock.services.trainer.batch.segments import Int64Array
 from penstock.services.trainer.model.engine import numbered
@@ -14,13 +15,6 @@ from penstock.services.trainer.model.layers import kernels
 from penstock.services.trainer.model.layers.logits import TokenLogprobs, token_logprobs
 from penstock.services.trainer.model.policy import Policy
 from penstock.shared.settings import Settings
-
-
-def config_of(shape: Mapping[str, Any], **more: Any) -> Any:
-    """Return a shape's configuration, Qwen2's or Qwen3-MoE's."""
-    from transformers import Qwen2Config, Qwen3MoeConfig
-
-    return (Qwen3MoeConfig if "num_experts" in shape else Qwen2Config)(**shape, **more)
 
 
 def random_model(shape: Mapping[str, Any], settings: Settings, device: str) -> Any:
