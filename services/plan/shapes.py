@@ -167,7 +167,8 @@ def _shape(fields: Config, name: str) -> Shape:
     head = fields.get("head_dim") or hidden // heads
     matrices, kv, width = _attention(fields, hidden, heads, kv_heads, head)
     every, used, inner, copied = _mlp(fields, hidden)
-    experts = _experts(fields) if fields.get("model_type", "qwen3_moe") in PROVEN else 0
+    count, chosen = _experts(fields), fields.get("num_experts_per_tok", 0)
+    experts = count if fields.get("model_type", "qwen3_moe") in PROVEN else 0
     inner_of_one = fields.get("moe_intermediate_size") or fields.get("intermediate_size", 0)
     attention = sum(rows * columns for rows, columns in matrices)
     window, windowed, without = _layers_that_forget(fields)
@@ -188,10 +189,10 @@ def _shape(fields: Config, name: str) -> Shape:
         window=window,
         saved_per_token=4 * hidden + 2 * width + 2 * kv_heads * head + 3 * inner + copied,
         linear_sides=sum(rows + columns for rows, columns in matrices) + 3 * (hidden + inner),
-        routes=layers * (fields["num_experts_per_tok"] if _experts(fields) else 0),
-        route_bytes=1 if _experts(fields) <= _BYTE else 2,
+        routes=layers * chosen if count else 0,
+        route_bytes=1 if count <= _BYTE else 2,
         experts=experts,
-        chosen=fields["num_experts_per_tok"] if experts else 0,
+        chosen=chosen if experts else 0,
         expert_weights=layers * experts * 3 * hidden * inner_of_one,
     )
 

@@ -24,21 +24,7 @@ PRELUDE = frozenset(runner.prelude()) | NUMPY
 BUILTINS = frozenset(dir(builtins))
 LIBRARY_TYPES = frozenset(name for name in PRELUDE if name[0].isupper()) | {"deque", "defaultdict", "namedtuple"}
 _INSTANCES = frozenset(
-    (
-        "bool",
-        "bytes",
-        "complex",
-        "Decimal",
-        "dict",
-        "float",
-        "Fraction",
-        "frozenset",
-        "int",
-        "list",
-        "set",
-        "str",
-        "tuple",
-    )
+    "bool bytes complex Decimal dict float Fraction frozenset int list set str tuple".split()  # noqa: SIM905
 )
 METHODS = frozenset(
     name
