@@ -56,10 +56,7 @@ def make(settings: Settings, gpus: str, model: str = "", calibrate: Path | None 
     if stated is not None:
         work = with_turns(work, settings, *stated)
     planner = Planner(work, parse_cluster(gpus), _for_longest(preferences(settings), work, settings))
-    if (together := settings.trainer.sequence_parallel) > planner.cluster.per_node:
-        raise SettingsError(
-            f"expected trainer.sequence_parallel of at most the {planner.cluster.per_node} GPUs of a host, found {together}: lower it"
-        )
+    _check_rows(settings.trainer.sequence_parallel, planner)
     if calibrate is not None:
         figures, own = runs.read_run(calibrate)
         of_run = work_of(own, model)
@@ -68,6 +65,20 @@ def make(settings: Settings, gpus: str, model: str = "", calibrate: Path | None 
         corrected = corrections(figures, own, of_run, planner.cluster, mps=runs.under_mps(calibrate))
         planner = dataclasses.replace(planner, corrections=corrected, work=planned)
     return Plan(settings, planner, *planner.compare())
+
+
+def _check_rows(together: int, planner: Planner) -> None:
+    """Raise SettingsError if ``together`` ranks cannot compute a row of the models together."""
+    if together > planner.cluster.per_node:
+        raise SettingsError(
+            f"expected trainer.sequence_parallel of at most the {planner.cluster.per_node} GPUs of a host, found {together}: lower it"
+        )
+    recurrent = max(shape.recurrent for shape in (planner.work.shape, planner.work.critic or planner.work.shape))
+    if together > 1 and recurrent:
+        raise SettingsError(
+            f"expected a model that mixes tokens in attention alone with trainer.sequence_parallel = {together}, found {recurrent} layers "
+            "whose state passes along the whole row: set it to 1"
+        )
 
 
 def _for_longest(own: Preferences, work: Workload, settings: Settings) -> Preferences:

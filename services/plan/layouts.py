@@ -258,10 +258,10 @@ class Planner:
 
     def _shares_of_experts(self, mine: TrainerOptions) -> tuple[int, ...]:
         """Return how many ranks may share the experts, and a critic's: as the run says, or all of a host that divide them."""
-        work = self.work
+        work, rows = self.work, mine.sequence_parallel
         experts = {work.shape.experts, (work.critic or work.shape).experts}
         together = math.gcd(mine.ranks, self.cluster.per_node, *experts)
-        is_refused = mine.sequence_parallel > 1 or work.lora_rank or 0 in experts
+        is_refused = work.lora_rank or 0 in experts or (rows % together and together % rows)
         return (mine.expert_parallel,) if is_refused else (mine.expert_parallel, together)
 
     def _trainer(

@@ -107,6 +107,8 @@ class Shape:
     """Of them, those that a token uses."""
     expert_weights: int = 0
     """Weights of all of them, in all layers."""
+    recurrent: int = 0
+    """Layers whose state passes along a whole row, where the config names them."""
 
     @property
     def weights(self) -> int:
@@ -194,6 +196,7 @@ def _shape(fields: Config, name: str) -> Shape:
         experts=experts,
         chosen=chosen if experts else 0,
         expert_weights=layers * experts * 3 * hidden * inner_of_one,
+        recurrent=without,
     )
 
 

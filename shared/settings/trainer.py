@@ -225,7 +225,7 @@ class TrainerSettings(Section):
         return self
 
     def _check_experts(self) -> None:
-        own, ranks = self.expert_parallel, self.ranks * self.nodes
+        own, ranks, rows = self.expert_parallel, self.ranks * self.nodes, self.sequence_parallel
         if own == 1:
             return
         if ranks % own:
@@ -238,7 +238,7 @@ class TrainerSettings(Section):
         sums = self.deepspeed.get("data_types", {}).get("grad_accum_dtype") if self.zero_stage == 1 else None
         for name, value, expected, wrong in (
             ("zero_stage", self.zero_stage, "1, 2 or 3", not self.zero_stage),
-            ("sequence_parallel", self.sequence_parallel, "1", self.sequence_parallel != 1),
+            ("sequence_parallel", rows, "a divisor or a multiple", bool(rows % own and own % rows)),
             ("deepspeed.zero_optimization", sorted(passed), f"none of {', '.join(sorted(fixed))}", bool(passed)),
             ("deepspeed.data_types.grad_accum_dtype", sums, "nothing at zero_stage 1", sums is not None),
         ):

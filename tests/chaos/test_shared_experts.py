@@ -1,5 +1,5 @@
-"""A mixture on four ranks that share its experts: every part is killed, and the run rolled back, stopped, divided anew
-and exported."""
+"""A mixture on four ranks that share its experts: every part is killed, and the run rolled back, stopped, divided anew,
+long rows among ranks too, and exported."""
 
 import asyncio
 import functools
@@ -39,7 +39,9 @@ BEGUN: Mapping[str, object] = {
 }  # fmt: skip
 DIVIDED_ANEW: Mapping[str, object] = {
     "trainer.expert_parallel": 4, "trainer.zero_stage": 3, "weights.snapshots": "whole", "weights.transport": "file",
+    "trainer.sequence_parallel": 2, "trainer.micro_batch_tokens": 8,
 }  # fmt: skip
+"""Two ranks compute samples of nine tokens together."""
 
 
 def config_of(folder: Path) -> Path:

@@ -62,6 +62,26 @@ def test_ranks_that_compute_a_sample_together_are_planned_together() -> None:
         make(settings, "1xH200", "0.5b")
 
 
+def test_a_model_whose_rows_ranks_cannot_share_is_not_planned_with_them(tmp_path: Path) -> None:
+    kinds = ["linear_attention", "full_attention"] * 14
+    flags = ["--trainer.ranks=2", "--trainer.sequence_parallel=2"]
+    (tmp_path / "config.json").write_text(json.dumps({**SHAPES["7b"], "layer_types": kinds}))
+    with pytest.raises(SettingsError, match=r"in attention alone with .* = 2, found 14 layers whose state .* to 1"):
+        make(settings_of(None, flags), "2xH200", str(tmp_path))
+    assert make(settings_of(None, []), "2xH200", str(tmp_path)).candidates
+
+
+def test_ranks_share_experts_whether_or_not_they_compute_samples_together(tmp_path: Path) -> None:
+    flags = ["--trainer.ranks=2", "--trainer.sequence_parallel=2"]
+    alone, together = (make(settings_of(None, of), "8xH100", "30b-a3b") for of in ([], flags))
+    best = together.candidates[0]
+    assert (best.layout.trainer.expert_parallel, best.layout.trainer.sequence_parallel) == (4, 2)
+    assert best.memory == alone.candidates[0].memory, "a rank computes no more tokens of a pass"
+    report.write(together, {"trainer": {"sequence_parallel": 2}}, tmp_path / "run.toml")
+    written = load(tmp_path / "run.toml", environment={}).trainer
+    assert (written.ranks, written.expert_parallel, written.sequence_parallel) == (4, 4, 2)
+
+
 def test_the_memory_of_hosts_that_holds_inputs_of_layers_is_said() -> None:
     flags = ["--sampling.max_new_tokens=131072", "--trainer.gradient_checkpointing=true"]
     said = "   inputs of layers take up to "

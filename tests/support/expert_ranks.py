@@ -21,26 +21,30 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from penstock.services.trainer.algorithm.update import Learner
-from penstock.services.trainer.batch.packing import micro_batch
+from penstock.services.trainer.batch import assignment, shards
+from penstock.services.trainer.batch.packing import MicroBatch, PackedRow, micro_batch
 from penstock.services.trainer.model import adapter, experts
 from penstock.services.trainer.model.critic import Critic
 from penstock.services.trainer.model.engine import TrainingEngine, place, saved_tensors
+from penstock.services.trainer.model.layers import ulysses
 from penstock.services.trainer.model.memory import layerwise
 from penstock.services.trainer.model.policy import Policy
 from penstock.services.trainer.model.routing import replay
 from penstock.services.trainer.phases import Phases
 from penstock.services.trainer.rank_group import start_ranks
-from penstock.services.trainer.self_test import self_test
+from penstock.services.trainer.self_test import self_test, unmodified_model
 from penstock.shared.errors import SettingsError
 from penstock.shared.model.routes import mixtures_of
-from penstock.shared.settings import Settings
+from penstock.shared.settings import Settings, TrainerSettings
 from tests.support import tiny, tolerance
 from tests.support.model_configurations import configurations
-from tests.support.packed import rows
+from tests.support.packed import placed, rows
 from tests.trainer.algorithm import test_update
 
 CLIPPED, RATE, SETS = 0.1, 1e-3, 4
 SHAPE = ((5, (4, 1, 6)), (9, (2, 2)), (1, (3,)))
+ALONE = ((12, (5,)),)
+"""So that groups of ranks have different numbers of long samples."""
 ACTOR_CRITIC = {"preset": "ppo", "minibatches": 1, "critic": {"learning_rate": 1e-3}}
 TOGETHER = {"sequence_parallel": 2, "micro_batch_tokens": 9}
 """Some samples are longer, others are not."""
@@ -99,41 +103,58 @@ def weights(of: TrainingEngine) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in of.tensors()}
 
 
+def every_row() -> list[PackedRow]:
+    return placed([*rows(SETS, ALONE), *(row for number in range(SETS) for row in rows(number, SHAPE))])
+
+
+def passes_of(trainer: TrainerSettings) -> list[MicroBatch]:
+    """This rank's forward passes of all rows."""
+    cap, together = trainer.micro_batch_tokens, trainer.sequence_parallel
+    return assignment.plan(every_row(), cap, trainer.ranks, sequence_parallel=together)[dist.get_rank()]
+
+
 def updated(of: TrainingEngine) -> dict[str, Any]:
-    """Logprobs of this rank, gradient norm and weights after a step on other sequences on each rank."""
-    sets = [micro_batch(rows(number, SHAPE)) for number in range(SETS)]
-    own, count, logprobs = sets[dist.get_rank() :: of.ranks], sum(len(each.targets_N) for each in sets), []
+    """Logprobs of this rank's samples, gradient norm and weights after a step on all rows, other ones on each rank."""
+    own, logprobs = passes_of(of._trainer), dict[int, torch.Tensor]()
+    count = sum(len(sample.token_ids) for row in every_row() for sample in row.samples)
     for number, batch in enumerate(own):
         logprobs_N = of.forward(batch).policy_logprobs_N
         of.backward(logprobs_N.sum() / count * of.ranks, last=number + 1 == len(own))
-        logprobs.append(logprobs_N.detach())
-    return {"logprobs": torch.cat(logprobs), "norm": of.step(RATE), "weights": weights(of)}
+        logprobs |= zip(batch.places_S.tolist(), logprobs_N.detach().split(batch.lengths_S.tolist()), strict=True)
+    return {"logprobs": logprobs, "norm": of.step(RATE), "weights": weights(of)}
 
 
-def expected(model: Any) -> dict[str, Any]:
-    """The same, by transformers' experts and torch's AdamW, of all ranks' sequences."""
-    policy = Policy(model).train()
-    parts = [policy(micro_batch(rows(number, SHAPE))).policy_logprobs_N for number in range(SETS)]
-    (torch.cat(parts).sum() / len(torch.cat(parts))).backward()
-    norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), CLIPPED)
-    torch.optim.AdamW(policy.parameters(), lr=RATE, weight_decay=0.0, eps=1e-4).step()
-    own = torch.cat(parts[dist.get_rank() :: dist.get_world_size()]).detach()
-    return {"logprobs": own, "norm": float(norm), "weights": dict(model.named_parameters())}
+@functools.cache
+def expected(name: str) -> dict[str, Any]:
+    """The same, by transformers' model, one sequence at a time, and torch's AdamW; logprobs of all samples."""
+    model, every = family(name), every_row()
+    with unmodified_model.unmodified(model):
+        logprobs_N = unmodified_model.logprobs(model, every, torch.device("cpu"))
+    logprobs_N.mean().backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIPPED)
+    torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.0, eps=1e-4).step()
+    lengths = [len(sample.token_ids) for row in every for sample in row.samples]
+    logprobs = logprobs_N.detach().split(lengths)
+    return {"logprobs": logprobs, "norm": float(norm), "weights": dict(model.named_parameters())}
 
 
-def compared(name: str, zero_stage: int = 1, **trainer: Any) -> dict[str, float]:
-    """Gaps between divided and whole experts of a family."""
+def compared(name: str, zero_stage: int = 1, parallel: int = 2, **trainer: Any) -> dict[str, float]:
+    """Gaps of a step of a family with divided experts to that of transformers."""
     start = dict(family(name).named_parameters())
-    ours = updated(engine(settings(2, zero_stage, trainer=trainer), family(name)))
-    theirs = expected(family(name))
+    ours = updated(engine(settings(parallel, zero_stage, trainer=trainer), family(name)))
+    theirs = expected(name)
     own = {key: tensor for key, tensor in ours["weights"].items() if key in start}
     moved = [
         tolerance.moved_apart(*[{key: of[key]} for of in (own, theirs["weights"], start)])
         for key in _moved(start, theirs)
     ]
     return {
-        "logprobs": float((ours["logprobs"] - theirs["logprobs"]).abs().max()),
+        "logprobs": max(
+            (float((own_N - theirs["logprobs"][place]).abs().max()) for place, own_N in ours["logprobs"].items()),
+            default=0.0,
+        ),
         "norm": abs(ours["norm"] / theirs["norm"] - 1),
+        "all weights": tolerance.moved_apart(own, theirs["weights"], start),
         "weights": max(moved),
         "missing": float(len(start.keys() - ours["weights"].keys())),
     }
@@ -270,7 +291,10 @@ def self_tested(of: Settings, *, broken: bool) -> str:
         layerwise.looked_at(policy, of, torch.device("cpu")),
     ):
         assert any(map(layerwise.is_away, policy.parameters())) is (of.trainer.zero_stage == 3)
-        return _refusal(lambda: self_test.run(policy, "rows", 0, is_sharded=True))  # type: ignore[arg-type]
+        together = of.trainer.sequence_parallel
+        return _refusal(
+            lambda: self_test.run(policy, "rows", 0, is_sharded=True, sequence_parallel=together)  # type: ignore[arg-type]
+        )
 
 
 def adapted(zero_stage: int) -> list[dict[str, Any]]:
@@ -285,10 +309,10 @@ def held(of: Settings) -> list[float]:
     return [part.ds_tensor.numel() / math.prod(experts.whole_shape(part)) for part in weights]
 
 
-def imbalance() -> tuple[float, float]:
-    """The figure of a pass, and the same by transformers' routers."""
+def imbalance(together: int = 1) -> tuple[float, float]:
+    """The figure of a pass of each group of ranks that compute a row ``together``, and the same by transformers' routers."""
     ours, model, chosen = (
-        engine(settings(2), tiny.mixture(0).requires_grad_(True)),
+        engine(settings(2, trainer={"sequence_parallel": together}), tiny.mixture(0).requires_grad_(True)),
         tiny.mixture(0),
         list[torch.Tensor](),
     )
@@ -298,9 +322,11 @@ def imbalance() -> tuple[float, float]:
 
     for module in mixtures_of(model).values():
         module.register_forward_pre_hook(note)
-    for rank in range(ours.ranks):
-        Policy(model).eval()(micro_batch(rows(rank, SHAPE)))
-    ours.evaluate(micro_batch(rows(dist.get_rank(), SHAPE)))
+    batches = [micro_batch(rows(group, SHAPE[:2])) for group in range(ours.ranks // together)]
+    for batch in batches:
+        Policy(model).eval()(batch)
+    own = batches[dist.get_rank() // together]
+    ours.evaluate(own if together == 1 else shards.split(own, together)[ulysses.index(together)])
     layers = [sum(chosen[place::2]).double() for place in range(2)]  # type: ignore[union-attr]
     means = [float(of.max() / of.mean()) for of in layers]
     return experts.take_imbalance(ours.policy)["expert_imbalance"], sum(means) / len(means)

@@ -27,7 +27,7 @@ from prometheus_client.registry import Collector
 from penstock.shared.process.parent import die_with
 
 _SERVICES = tuple(f"penstock.services.{name}" for name in ("coordinator", "episodes", "rollout", "reward", "trainer"))
-_RANKS = tuple(f"tests.support.{name}" for name in ("expert_ranks", "sharing_ranks", "split_ranks", "trainer_ranks"))
+_RANKS = tuple(f"tests.support.{name}_ranks" for name in ("expert", "expert_row", "sharing", "split", "trainer"))
 _spawn = util.spawnv_passfds
 _kept: frozenset[int] = frozenset({0, 1, 2})
 """Descriptors that forks keep: standard ones and those opened by libraries on import."""

@@ -1,5 +1,7 @@
 """Packed rows, and the same sequences one by one."""
 
+import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -27,6 +29,16 @@ def rows(seed: int, shape: Any = SHAPE) -> list[PackedRow]:
         ids = generator.integers(0, tiny.VOCABULARY, prompt).astype(np.int32)
         collected.append(PackedRow(ids, samples, tuple(range(len(lengths)))))
     return collected
+
+
+def placed(of: Iterable[PackedRow]) -> list[PackedRow]:
+    """Return the rows with places of their own for all samples, as in a batch."""
+    made, place = list[PackedRow](), 0
+    for row in of:
+        end = place + len(row.samples)
+        made.append(dataclasses.replace(row, places=tuple(range(place, end))))
+        place = end
+    return made
 
 
 def separate(model: Any, of: list[PackedRow]) -> torch.Tensor:

@@ -1,4 +1,5 @@
-"""The trainer process with ranks that share a mixture's experts: publish, kill, resume with other divisions and stages."""
+"""The trainer process with ranks that share a mixture's experts and compute long rows together: publish, kill, resume with
+other divisions and stages."""
 
 import asyncio
 import copy
@@ -67,7 +68,8 @@ async def test_a_run_with_shared_experts_is_that_without_through_a_kill_and_a_re
         await whole.reaches(ledger, 3, process)
         expected = await whole.weights(ledger)
 
-    shared = run_of(model, server, "shared-experts", ranks=2, expert_parallel=2)
+    in_parts = {"sequence_parallel": 2, "micro_batch_tokens": 8}  # less than some samples
+    shared = run_of(model, server, "shared-experts", ranks=2, expert_parallel=2, **in_parts)
     async with bus_of(shared) as (bus, ledger):
         await feed(bus, 0, GROUPS)
         async with shared.trainer() as process:

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from penstock.services.trainer.model.layers.ulysses import exchange
 from penstock.shared.errors import SettingsError
 from penstock.shared.model.routes import mixtures_of
 from penstock.shared.settings.trainer import PROVEN as PROVEN
@@ -62,10 +63,10 @@ class _Divided(nn.Module):
         arriving_E = torch.empty_like(counts_E)  # by source, then by this rank's expert
         dist.all_to_all_single(arriving_E, counts_E, group=group)
         sent, received = (each.view(-1, self.num_experts).sum(1).tolist() for each in (counts_E, arriving_E))
-        rows_RD = _Exchange.apply(hidden_TD[order // index_TK.shape[1]], received, sent, group)  # type: ignore[no-untyped-call]
+        rows_RD = exchange(hidden_TD[order // index_TK.shape[1]], group, received, sent)
         own = torch.arange(self.num_experts, device=flat.device).repeat(len(sent))
         computed_RD = self._computed(rows_RD, own.repeat_interleave(arriving_E))
-        sorted_SD = _Exchange.apply(computed_RD, sent, received, group)  # type: ignore[no-untyped-call]
+        sorted_SD = exchange(computed_RD, group, sent, received)
         place_S = torch.empty_like(order)
         place_S[order] = torch.arange(len(order), device=flat.device)
         # weights and sums as in transformers' grouped experts
@@ -95,22 +96,6 @@ class _Divided(nn.Module):
             yield
         finally:
             self.num_experts, self._is_inside = own, False
-
-
-class _Exchange(torch.autograd.Function):
-    """All-to-all of rows, ``sent`` to and ``received`` from each rank; the gradient goes back."""
-
-    @staticmethod
-    def forward(ctx: Any, rows_SD: Tensor, received: list[int], sent: list[int], group: Any) -> Tensor:
-        ctx.back = received, sent, group
-        out_RD = rows_SD.new_empty(sum(received), rows_SD.shape[1])
-        dist.all_to_all_single(out_RD, rows_SD.contiguous(), received, sent, group=group)
-        return out_RD
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        received, sent, group = ctx.back
-        return _Exchange.apply(gradients[0], sent, received, group), None, None, None  # type: ignore[no-untyped-call]
 
 
 class _Gather(torch.autograd.Function):
@@ -162,7 +147,7 @@ def divide(model: Any, ranks: int, zero_stage: int) -> None:
             weight.allreduce, weight.group_name = False, name  # DeepSpeed's marks
             if zero_stage == 3:
                 weight.ds_zero_placement_family, weight.ds_zero_partition_group_name = "autoep_expert", name
-                weight.ds_zero_partition_process_group = groups._get_expert_data_parallel_group(name)
+                weight.ds_zero_partition_process_group = group_of(weight, same=True)
             place = dist.get_rank(group_of(weight)) * module.num_experts
             weight.data = weight.data[place : place + module.num_experts].clone()
         module.register_buffer("tokens_E", torch.zeros(whole, dtype=torch.int64), persistent=False)
@@ -207,13 +192,14 @@ def layers_of(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if isinstance(module, _Divided)]
 
 
-def group_of(weight: Tensor) -> Any:
-    """Return the group of ranks that share the experts of ``weight``; None: it is not divided."""
+def group_of(weight: Tensor, *, same: bool = False) -> Any:
+    """Return the group of ranks that share the experts of ``weight``, or that have the ``same`` ones; None: it is not divided."""
     if getattr(weight, "allreduce", True):
         return None
     from deepspeed.utils import groups
 
-    return groups._get_expert_parallel_group(group_name(weight))
+    of = groups._get_expert_data_parallel_group if same else groups._get_expert_parallel_group
+    return of(group_name(weight))
 
 
 def group_name(weight: Tensor) -> str:

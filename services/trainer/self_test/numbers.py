@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from penstock.services.trainer.batch.packing import PackedRow
+from penstock.services.trainer.model import experts
 from penstock.services.trainer.model.critic import Critic
 from penstock.services.trainer.model.layers import ulysses
 from penstock.services.trainer.model.memory import layerwise
@@ -85,17 +86,25 @@ def compute(policy: Policy | Critic, rows: Sequence[PackedRow], function: Any, *
     return Numbers(logprobs_N.detach(), by_token, dict(zip(small, filled[len(calls) :], strict=True)))
 
 
-def of_group(part: Numbers, reference: Numbers, ranks: int) -> Numbers:
-    """Return the sum of the parts of ``ranks`` ranks, of which the first has the logprobs."""
-    logprobs_N = part.logprobs_N if len(part.logprobs_N) else torch.zeros_like(reference.logprobs_N)
+def of_group(part: Numbers, reference: Numbers, ranks: int, model: nn.Module) -> Numbers:
+    """Return the sum of the parts of ``ranks`` ranks, of which the first has the logprobs.
 
-    def summed(tensor: Tensor) -> Tensor:
-        whole = tensor.contiguous()
-        dist.all_reduce(whole, group=ulysses.group_of(ranks))
+    A divided weight's gradient has those of all groups' tokens: the ranks with the same experts average it.
+    """
+    logprobs_N = part.logprobs_N if len(part.logprobs_N) else torch.zeros_like(reference.logprobs_N)
+    weights = dict(model.named_parameters())
+
+    def summed(tensor: Tensor, group: Any) -> Tensor:
+        whole = tensor.float() * (ranks / dist.get_world_size(group))
+        dist.all_reduce(whole, group=group)
         return whole
 
-    parameters = {name: summed(gradient) for name, gradient in part.parameters.items()}
-    return Numbers(summed(logprobs_N), summed(part.embeddings_KD), parameters)
+    together = ulysses.group_of(ranks)
+    parameters = {
+        name: summed(gradient, experts.group_of(weights[name], same=True) or together)
+        for name, gradient in part.parameters.items()
+    }
+    return Numbers(summed(logprobs_N, together), summed(part.embeddings_KD, together), parameters)
 
 
 def _by_token(ids: Sequence[Tensor], gradients: Sequence[Tensor], rows: Sequence[PackedRow]) -> Tensor:

@@ -310,7 +310,7 @@ def _attempt(policy: Subject, rows: Sequence[PackedRow], reference: Numbers, ran
     gap, failure = _BROKEN, ""
     try:
         numbers = compute(policy, rows, lambda: _packed(policy, rows, ranks))
-        gap = gap_between(numbers if ranks == 1 else of_group(numbers, reference, ranks), reference)
+        gap = gap_between(numbers if ranks == 1 else of_group(numbers, reference, ranks, policy.model), reference)
     except Exception as error:
         if ranks > 1:
             raise  # the others of its group wait for this rank

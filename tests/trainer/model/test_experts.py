@@ -236,7 +236,10 @@ def test_models_that_cannot_be_divided_are_refused(two: dict[str, Any]) -> None:
     [
         ({"ranks": 3}, "expected trainer.expert_parallel to divide the 3 ranks of trainer.ranks × trainer.nodes"),
         ({"zero_stage": 0}, "expected 1, 2 or 3 in trainer.zero_stage with trainer.expert_parallel = 2, found 0"),
-        ({"sequence_parallel": 2}, "expected 1 in trainer.sequence_parallel with trainer.expert_parallel = 2"),
+        (
+            {"ranks": 6, "sequence_parallel": 3},
+            "expected a divisor or a multiple in trainer.sequence_parallel with trainer.expert_parallel = 2, found 3",
+        ),
         ({"deepspeed": {"zero_optimization": {"reduce_scatter": False}}}, "found \\['reduce_scatter'\\]"),
         (
             {"deepspeed": {"data_types": {"grad_accum_dtype": "fp32"}}},

@@ -31,13 +31,7 @@ LONG = ((5, (4, 30, 6)), (9, (2, 2)), (40, (30, 3, 70)), (60, (80, 1)), (3, (10,
 
 
 def rows() -> list[PackedRow]:
-    made, place = packed.rows(0, LONG), 0
-    placed = []
-    for row in made:
-        places = tuple(range(place, place + len(row.samples)))
-        placed.append(PackedRow(row.prompt_token_ids, row.samples, places))
-        place += len(places)
-    return placed
+    return packed.placed(packed.rows(0, LONG))
 
 
 def of(layout: list[list[MicroBatch]]) -> list[list[tuple[bool, int]]]:

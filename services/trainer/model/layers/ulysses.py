@@ -14,6 +14,7 @@ Shapes: ``t`` this rank's tokens, ``T`` the row's, ``H`` heads (keys and values 
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -51,7 +52,7 @@ def to_heads(ranks: int, *tensors_tHD: Tensor) -> list[Tensor]:
             f"expected trainer.sequence_parallel to divide the attention heads of the model, found {ranks} and {heads} heads: change it"
         )
     parts = [_by_rank(tensor, ranks) for tensor in tensors_tHD]
-    whole_TW = _exchange(torch.cat(parts, -1).transpose(0, 1), ranks).flatten(0, 1)
+    whole_TW = exchange(torch.cat(parts, -1).transpose(0, 1), group_of(ranks)).flatten(0, 1)
     pieces = torch.split(whole_TW, [part.shape[-1] for part in parts], -1)
     return [piece.reshape(len(piece), -1, tensor.shape[-1]) for piece, tensor in zip(pieces, tensors_tHD, strict=True)]
 
@@ -66,7 +67,7 @@ def _by_rank(tensor_tHD: Tensor, ranks: int) -> Tensor:
 def to_tokens(ranks: int, out_THD: Tensor) -> Tensor:
     """Return this rank's tokens of all heads (t × H × D)."""
     tokens, heads, size = len(out_THD) // ranks, out_THD.shape[1] * ranks, out_THD.shape[2]
-    received_RtW = _exchange(out_THD.reshape(ranks, tokens, -1), ranks)
+    received_RtW = exchange(out_THD.reshape(ranks, tokens, -1), group_of(ranks))
     return received_RtW.transpose(0, 1).reshape(tokens, heads, size)
 
 
@@ -85,25 +86,25 @@ def to_first(own_nC: Tensor, shard: Shard) -> Tensor:
     return rows
 
 
-def _exchange(chunks: Tensor, ranks: int) -> Tensor:
-    received: Tensor = _Exchange.apply(chunks, group_of(ranks))  # type: ignore[no-untyped-call]
-    return received
+def exchange(
+    rows: Tensor, group: Any, received: Sequence[int] | None = None, sent: Sequence[int] | None = None
+) -> Tensor:
+    """Return the rows of all ranks for this one, ``received`` from and ``sent`` to each; None: equally many. The gradient goes back."""
+    exchanged: Tensor = _Exchange.apply(rows, group, received, sent)  # type: ignore[no-untyped-call]
+    return exchanged
 
 
 class _Exchange(torch.autograd.Function):
-    """Send chunk i to rank i. Its own transpose, so that the gradient takes the same way."""
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, group: Any, received: Any, sent: Any) -> Tensor:
+        ctx.back = group, sent, received
+        exchanged = rows.new_empty(len(rows) if received is None else sum(received), *rows.shape[1:])
+        dist.all_to_all_single(exchanged, rows.contiguous(), received, sent, group=group)
+        return exchanged
 
     @staticmethod
-    def forward(ctx: Any, chunks: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        received = torch.empty_like(chunks, memory_format=torch.contiguous_format)
-        dist.all_to_all_single(received, chunks.contiguous(), group=group)
-        return received
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator, unused-ignore]
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _Exchange.forward(ctx, gradient, ctx.group), None
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return exchange(gradients[0], *ctx.back), None, None, None
 
 
 class _ToFirst(torch.autograd.Function):

@@ -1,0 +1,147 @@
+"""Scenes of ranks that share experts and compute long rows together, for ``tests/trainer/model/test_expert_rows.py``;
+started once by the launcher. Rank 0 writes the results.
+"""
+
+import dataclasses
+import itertools
+import json
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from penstock.services.trainer.model import experts
+from penstock.services.trainer.model.engine import place
+from penstock.services.trainer.model.layers import ulysses
+from penstock.services.trainer.model.policy import Policy
+from penstock.services.trainer.rank_group import start_ranks
+from penstock.services.trainer.self_test import self_test
+from penstock.shared.errors import SettingsError
+from tests.support import expert_ranks, tiny, tolerance
+from tests.support.expert_ranks import (
+    ACTOR_CRITIC,
+    by_others,
+    compared,
+    imbalance,
+    opened,
+    passes_of,
+    published,
+    replayed,
+    resumed,
+    self_tested,
+    settings,
+    steps,
+    updated,
+    worst,
+)
+
+RECURRENT = {"qwen3_5_moe_text", "qwen3_next"}
+FAMILIES = sorted({*experts.PROVEN, "gpt_oss+swa(short)", "mixtral+swa(short)"})
+GROUPS = {2: ((2, 2),), 4: ((2, 2), (4, 2), (2, 4))}
+"""By ranks: how many of them share experts, and how many compute a long row together."""
+CAPS = {1: 24, 2: 9, 4: 5}
+"""Tokens of a pass by the ranks of a row: some samples are longer, others are not."""
+
+
+def of_row(together: int, **trainer: Any) -> dict[str, Any]:
+    return {"sequence_parallel": together, "micro_batch_tokens": CAPS[together], **trainer}
+
+
+def started(name: str, parallel: int, together: int) -> dict[str, float] | str:
+    """Return how far logprobs and gradients of rows in parts are from transformers', or why they are refused."""
+    of = settings(parallel, trainer=of_row(together))
+    policy = Policy(expert_ranks.family(name)).train()
+    place(policy, of, "cpu")
+    try:
+        policy.trunk.check_shards(together)
+    except SettingsError as error:
+        return str(error)
+    return dataclasses.asdict(self_test._best(policy, 0, ranks=together).gap)
+
+
+def of_algorithm(parallel: int, together: int, stage: int, **trainer: Any) -> dict[str, Any]:
+    """Return two steps, two with a critic, and one with routes."""
+    trainer = of_row(together, **trainer)
+    live, critic = (settings(parallel, stage, trainer=trainer, algorithm=algorithm) for algorithm in ({}, ACTOR_CRITIC))
+    return {
+        "live": steps(live, tiny.mixture(0).requires_grad_(True)),
+        "critic": steps(critic, tiny.mixture(0).requires_grad_(True)),
+        "replayed": replayed(parallel, stage, trainer=trainer),
+    }
+
+
+def adapted(parallel: int, together: int, stage: int) -> dict[str, Any]:
+    return updated(opened(settings(parallel, stage, rank=4, trainer=of_row(together)), 1))
+
+
+def order() -> list[list[bool]]:
+    """Return by rank which passes are of rows in parts."""
+    own = [each.shard is not None for each in passes_of(settings(2, trainer=of_row(2)).trainer)]
+    of_ranks: list[list[bool]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, own)
+    return of_ranks
+
+
+def of_steps(ranks: int) -> dict[str, Any]:
+    """Return steps of families and of groups of ranks, and of the algorithm."""
+    scenes: dict[str, Any] = {}
+    for name, stage in itertools.product(sorted(experts.PROVEN - RECURRENT), (1, 3) if ranks == 2 else (1,)):
+        scenes[f"{name} {stage}"] = compared(name, stage, **of_row(2))
+    for (parallel, together), stage in itertools.product(GROUPS[ranks], (1, 2, 3)):
+        scenes[f"{parallel} by {together} {stage}"] = compared("qwen3_moe", stage, parallel, **of_row(together))
+    scenes["whole"] = of_algorithm(1, 1, 1)
+    scenes["divided 1"] = of_algorithm(2, 2, 1)
+    scenes["divided 2"] = of_algorithm(2, 2, 2, offload="optimizer")
+    scenes["divided 3"] = of_algorithm(ranks, 2, 3, gradient_checkpointing=True)
+    scenes["adapters"] = [adapted(1, 1, 1), adapted(2, 2, 1), adapted(2, 2, 3)]
+    return scenes
+
+
+def of_checkpoints(ranks: int, folder: Path) -> dict[str, Any]:
+    scenes: dict[str, Any] = {}
+    for stage in (1, 3):
+        of = settings(2, stage, trainer=of_row(2))
+        scenes[f"resumed {stage}"] = resumed(of, folder / f"resumed-{stage}")
+        if ranks == 2:
+            apart = settings(1, stage, trainer=of_row(1))
+            scenes[f"by whole rows {stage}"] = by_others(apart, folder / f"resumed-{stage}")
+            scenes[f"of four {stage}"] = by_others(of, folder.parent / "four" / f"resumed-{stage}")
+    return scenes
+
+
+def of_starts(ranks: int) -> dict[str, Any]:
+    """Return what the self-test says, of families, groups of ranks, and wrong experts."""
+    scenes: dict[str, Any] = {f"started {name}": started(name, 2, 2) for name in FAMILIES}
+    for parallel, together in GROUPS[ranks]:
+        scenes[f"started {parallel} by {together}"] = started("qwen3_moe", parallel, together)
+    for stage in (1, 3):
+        of = settings(2, stage, trainer=of_row(2))
+        scenes[f"self-test {stage}"] = [self_tested(of, broken=broken) for broken in (False, True)]
+    return scenes
+
+
+def scenes_of(ranks: int, folder: Path) -> dict[str, Any]:
+    few = {"order": order(), "imbalance": imbalance(2), "published": published(settings(2, 3, trainer=of_row(2)))}
+    return few | of_starts(ranks) | of_steps(ranks) | of_checkpoints(ranks, folder)
+
+
+def main(folder: Path) -> None:
+    start_ranks("cpu")
+    torch.set_num_threads(1)
+    for ranks in (2, dist.get_world_size()):
+        ulysses.group_of(ranks)
+    with tolerance.smooth_adam():
+        actual = {name: worst(scene) for name, scene in scenes_of(dist.get_world_size(), folder).items()}
+    if dist.get_rank() == 0:
+        torch.save(actual, folder / "found.pt")
+        print(json.dumps(sorted(actual)))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    main(Path(sys.argv[1]))
