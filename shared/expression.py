@@ -172,8 +172,8 @@ class _Checker(ast.NodeTransformer):
         name = node.id if isinstance(node, ast.Name) else None
         if name is None or (self._scorers is not None and name not in self._scorers):
             known = f" ({', '.join(self._scorers)})" if self._scorers else ""
-            found = repr(ast.get_source_segment(self._text, node) if name is None else name)[:80]
-            raise self.refused(f"the name of a scorer{known}", found, node.col_offset)
+            shown = repr(ast.get_source_segment(self._text, node) if name is None else name)[:80]
+            raise self.refused(f"the name of a scorer{known}", shown, node.col_offset)
         return ast.Constant(name)
 
     def refused(self, expected: str, actual: str, offset: int) -> SettingsError:
