@@ -22,7 +22,8 @@ from penstock.shared.bus.bus import Bus
 from penstock.shared.bus.keys import key
 from penstock.shared.bus.messages import Json
 from penstock.shared.errors import SettingsError
-from penstock.shared.settings import Settings, override
+from penstock.shared.settings import Settings
+from penstock.shared.settings.reading.loading import override
 
 log = logging.getLogger(__name__)
 
