@@ -200,15 +200,9 @@ def _pass(files: _Files, stream: Stream, entries: list[Row]) -> None:
 
 
 def step_line(entry: str, report: StepReport) -> dict[str, Json]:
-    return {
-        "entry": entry,
-        "step": report.step,
-        "version": report.version,
-        "finished_at_s": report.finished_at_s,
-        "samples": report.samples,
-        "lag_counts": dict(report.lag_counts),
-        **report.metrics,
-    }
+    figures = dataclasses.asdict(report)
+    metrics = figures.pop("metrics")
+    return {"entry": entry, **figures, **metrics}
 
 
 def _shown(score: Score) -> dict[str, Json]:

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Awaitable, Callable
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Header, Path, Query, Response
 from starlette.exceptions import HTTPException
@@ -164,8 +164,7 @@ def _tagged(response: Response, settings: LiveSettings) -> LiveSettings:
 
 
 def _revision(revision: Revision) -> RevisionView:
-    fields: dict[str, Any] = dataclasses.asdict(revision)
-    return RevisionView.model_validate({name: fields[name] for name in RevisionView.model_fields})
+    return RevisionView.model_validate(dataclasses.asdict(revision))
 
 
 # ---------------------------------------------------------------- operations
