@@ -77,7 +77,7 @@ async def soon(work: Awaitable[R]) -> R:
 async def views_of(
     rows: Rows, stream: Stream, kind: type[M], view: Callable[[str, M], T], cursor: str | None, limit: int
 ) -> Page[T]:
-    """Return a page of a stream's messages, as ``view`` shows an entry's; those of a newer version are left out."""
+    """Return a page of a stream's messages, as ``view`` shows an entry's; those of a newer version are skipped."""
     page, items = page_of(await soon(rows(stream, cursor, limit + 1)), limit, lambda row: row[0]), list[T]()
     for entry, fields in page.items:
         with contextlib.suppress(MessageError):

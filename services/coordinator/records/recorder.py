@@ -216,7 +216,6 @@ def _shown(score: Score) -> dict[str, Json]:
 
 
 def journal_line(entry: str, fields: Mapping[bytes, bytes], experience: Experience) -> dict[str, Json]:
-    """Return the line of a journal's entry."""
     version = fields.get(b"version")
     return rollout_line(entry, int(fields[b"step"]), experience, None if version is None else int(version))
 

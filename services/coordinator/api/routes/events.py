@@ -51,8 +51,6 @@ Seconds = Annotated[
 
 @dataclasses.dataclass(slots=True)
 class OpenStreams:
-    """Open streams by client address."""
-
     total: int = 128
     each: int = 32
     open: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
@@ -90,7 +88,6 @@ class _Counted(StreamingResponse):
 
 
 def event_list(rows: Rows) -> APIRouter:
-    """Return the route of recorded events."""
     router = APIRouter(prefix="/v1/events", tags=["events"])
 
     @router.get("", operation_id="listEvents", summary="Events, newest first")
@@ -101,7 +98,6 @@ def event_list(rows: Rows) -> APIRouter:
 
 
 def event_routes(parts: Parts) -> APIRouter:
-    """Return the routes under /v1/events."""
     router, streams = event_list(parts.rows), OpenStreams()
 
     @router.get(

@@ -129,8 +129,6 @@ def record_routes(rows: Rows, trained: Trained, folder: FilePath) -> APIRouter:
 
 
 def _add_group(router: APIRouter, folder: FilePath, groups: Groups) -> None:
-    """Add the routes of one group."""
-
     @router.get("/rollouts/{entry}", operation_id="getRollout", summary="One group that was trained on")
     async def rollout(entry: GroupId) -> RolloutView:
         return await soon(_group(groups, entry))

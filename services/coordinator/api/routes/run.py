@@ -41,7 +41,6 @@ def run_view(text: Callable[[], Awaitable[bytes]]) -> APIRouter:
 
 
 def run_routes(parts: Parts) -> APIRouter:
-    """Return the routes under /v1/run."""
     router = run_view(parts.monitor.text)
 
     @router.get("/history", operation_id="listStates", summary="Every state of the run with its reason, newest first")
@@ -192,7 +191,6 @@ def operation_routes(parts: Parts) -> APIRouter:
 
 
 def view_of(operation: Operation) -> OperationView:
-    """Return an operation's API view."""
     return OperationView.model_validate(dataclasses.asdict(operation))
 
 

@@ -41,7 +41,6 @@ _READY = ("working", "waiting")
 
 
 def service_routes(parts: Parts) -> APIRouter:
-    """Return the routes under /v1/services."""
     router = APIRouter(prefix="/v1/services", tags=["services"])
 
     @router.get("", operation_id="listServices", summary="Every live replica, by name")

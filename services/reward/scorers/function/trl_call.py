@@ -182,8 +182,6 @@ def _number(value: Any, index: int) -> float | None:
 
 
 class TrlCall:
-    """One reward function."""
-
     def __init__(self, reference: str) -> None:
         self.function = load_function(reference)
 

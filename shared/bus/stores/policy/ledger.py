@@ -262,7 +262,6 @@ class Ledger(Policies):
         )
 
     async def note_self_test(self, part: str, outcome: str) -> None:
-        """Record the outcome of a self-test."""
         await self._bus.write(RUN, "HSET", f"{_SELF_TEST}{part}", outcome)
 
     async def note_missing(self, artifact: str, why: str) -> None:
@@ -441,7 +440,6 @@ class Ledger(Policies):
         return await self._bus.last_generated(streams.JOURNAL)
 
     async def trim_journal(self, through: str) -> None:
-        """Trim the journal through an entry."""
         while await self._bus.script("trim_journal", through=through, count=_TRIMMED_AT_ONCE) == _TRIMMED_AT_ONCE:
             pass
 

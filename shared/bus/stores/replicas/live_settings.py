@@ -52,8 +52,6 @@ FLIGHT_GROWTH = 16
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Revision:
-    """One change of the settings."""
-
     revision: int
     changes: dict[str, Json]
     """Requested: dotted key → value."""
@@ -169,7 +167,6 @@ class Live:
         await self._bus.write(LIVE, "HSET", *fields)
 
     def values(self) -> dict[str, Json]:
-        """Return the current changeable values."""
         return {key: value_of(self.settings, key) for key in CHANGEABLE}
 
 
