@@ -46,7 +46,7 @@ class CheckpointState:
     random_state: str = ""
     """Unused."""
     position: int | None = None
-    """First untrained prompt in the dataset; None (old checkpoints): ``cursor``."""
+    """First untrained prompt in the dataset; None: ``cursor``."""
     counts: dict[str, int] = dataclasses.field(default_factory=dict)
     kl_coefficient: float | None = None
     """Unused."""
