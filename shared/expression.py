@@ -10,39 +10,22 @@
                | the name of a scorer | a number
 
 Scorers that a problem does not name (``data.scorers_field``) have no value, and a group that needs one is buried.
-``applies`` is 1 if a scorer applies, else 0; ``first`` is the value of the first that does. It is parsed once into a
-checked tree, never evaluated as Python.
+``applies`` is 1 if a scorer applies, else 0; ``first`` is the value of the first that does. Anything else is refused when
+it is read; what is left can neither name an object of Python nor take long.
 """
 
 import ast
 import math
-import operator
-from collections.abc import Callable, Mapping, Sequence
-from typing import TypeAlias, cast
+from collections.abc import Mapping, Sequence
+from types import CodeType
+from typing import Any
 
 from penstock.shared.errors import PermanentError, SettingsError
-
-Values: TypeAlias = Mapping[str, float]
-Formula: TypeAlias = Callable[[Values], float]
 
 LONGEST = 1_000
 DEEPEST = 100
 _LARGEST_REWARD = 3.4e38  # of a float32
-_BINARY: dict[type[ast.operator], Callable[[float, float], float]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-}
-_COMPARISONS: dict[type[ast.cmpop], Callable[[float, float], bool]] = {
-    ast.Lt: operator.lt,
-    ast.LtE: operator.le,
-    ast.Gt: operator.gt,
-    ast.GtE: operator.ge,
-    ast.Eq: operator.eq,
-    ast.NotEq: operator.ne,
-}
-_FUNCTIONS: dict[str, Callable[[list[float]], float]] = {"min": min, "max": max}
+_COMPARISONS = (ast.Lt, ast.LtE, ast.Gt, ast.GtE, ast.Eq, ast.NotEq)
 
 
 class Expression:
@@ -57,12 +40,12 @@ class Expression:
 
     def __init__(self, text: str, scorers: Sequence[str]) -> None:
         self.text = " ".join(text.split())
-        self._evaluate = _Compiler(self.text, scorers).compile() if self.text else _mean
+        self._code = _compiled(self.text, scorers, "reward.expression") if self.text else None
 
-    def __call__(self, values: Values) -> float:
+    def __call__(self, values: Mapping[str, float]) -> float:
         """Raises PermanentError: not finite, or a scorer does not apply."""
         try:
-            reward = float(self._evaluate(values))
+            reward = float(sum(values.values()) / len(values) if self._code is None else _evaluated(self._code, values))
         except KeyError as error:
             raise PermanentError(
                 f"expected scorer {error.args[0]!r} to apply, as {self.text!r} needs its value, found {', '.join(values)}: "
@@ -74,7 +57,7 @@ class Expression:
             raise self._not_finite(values, str(reward))
         return reward
 
-    def _not_finite(self, values: Values, outcome: str) -> PermanentError:
+    def _not_finite(self, values: Mapping[str, float], outcome: str) -> PermanentError:
         return PermanentError(
             f"expected a finite reward from {self.text or 'the mean'!r} with {dict(values)}, found {outcome}: change reward.expression"
         )
@@ -94,157 +77,110 @@ class Condition:
     """
 
     def __init__(self, text: str, setting: str) -> None:
-        self.text = " ".join(text.split())
-        self._evaluate = _Compiler(self.text, None, setting).compile()
+        self._code = _compiled(" ".join(text.split()), None, setting)
 
     def __call__(self, values: Mapping[str, float | str]) -> bool:
         """Raises KeyError: a name has no value; TypeError, ArithmeticError: the values do not fit the operations."""
-        return bool(self._evaluate(cast(Values, values)))
+        return bool(_evaluated(self._code, values))
 
 
-def _mean(values: Values) -> float:
-    return sum(values.values()) / len(values)
+def _evaluated(code: CodeType, values: Mapping[str, Any]) -> Any:
+    known = {"__builtins__": {}, "min": min, "max": max, "first": _first, "values": values}
+    return eval(code, known)  # noqa: S307 (of the nodes that _Checker lets pass)
 
 
-class _Compiler:
-    """``scorers``: the known names; None: any name, and texts."""
+def _first(values: Mapping[str, Any], *names: str) -> Any:
+    return values[next((name for name in names if name in values), names[0])]
 
-    def __init__(self, text: str, scorers: Sequence[str] | None, setting: str = "reward.expression") -> None:
-        self._text = text
-        self._scorers = None if scorers is None else frozenset(scorers)
-        self._known = ", ".join(scorers or ())
-        self._setting = setting
 
-    def compile(self) -> Formula:
-        if len(self._text) > LONGEST:
-            raise self._refused(f"at most {LONGEST} characters", f"{len(self._text)}", 0)
-        try:
-            tree = ast.parse(self._text, mode="eval")
-        except SyntaxError as error:
-            raise self._refused("an expression", error.msg, (error.offset or len(self._text) + 1) - 1) from error
-        except (ValueError, RecursionError, MemoryError) as error:
-            raise self._refused("an expression", str(error) or "one that is nested too deeply", 0) from error
-        return self._node(tree.body, 0)
+def _compiled(text: str, scorers: Sequence[str] | None, setting: str) -> CodeType:
+    """Return the code of a checked expression. ``scorers``: the known names; None: any name, and texts."""
+    checker = _Checker(text, scorers, setting)
+    if len(text) > LONGEST:
+        raise checker.refused(f"at most {LONGEST} characters", f"{len(text)}", 0)
+    try:
+        tree = ast.parse(text, mode="eval")
+    except SyntaxError as error:
+        raise checker.refused("an expression", error.msg, (error.offset or len(text) + 1) - 1) from error
+    except (ValueError, RecursionError, MemoryError) as error:
+        raise checker.refused("an expression", str(error) or "one that is nested too deeply", 0) from error
+    checked = ast.Expression(checker.visit(tree.body))
+    return compile(ast.fix_missing_locations(checked), setting, "eval")
 
-    def _node(self, node: ast.expr, depth: int) -> Formula:
-        if depth > DEEPEST:
-            raise self._refused(f"an expression nested at most {DEEPEST} deep", "more", node.col_offset)
+
+class _Checker(ast.NodeTransformer):
+    """Refuses all but the grammar; names become ``values["name"]``, numbers floats."""
+
+    def __init__(self, text: str, scorers: Sequence[str] | None, setting: str) -> None:
+        self._text, self._scorers, self._setting = text, scorers, setting
+        self._depth = 0
+
+    def visit(self, node: ast.AST) -> Any:
+        """Return what replaces ``node``."""
+        if not isinstance(node, ast.expr):  # operators
+            return node
+        if self._depth > DEEPEST:
+            raise self.refused(f"an expression nested at most {DEEPEST} deep", "more", node.col_offset)
+        self._depth += 1
+        replaced = self._replaced(node)
+        self._depth -= 1
+        return replaced
+
+    def _replaced(self, node: ast.expr) -> ast.AST:
         match node:
             case ast.Constant(value=int() | float() as value) if not isinstance(value, bool):
-                return self._constant(value, node)
-            case ast.Constant(value=str() as text) if self._scorers is None:
-                return cast(Formula, lambda values: text)
-            case ast.Name(id=name):
-                return self._scorer(name, node)
-            case ast.UnaryOp(op=ast.USub() | ast.UAdd() | ast.Not() as sign, operand=operand):
-                return _unary(sign, self._node(operand, depth + 1))
-            case ast.BinOp(op=operation) if type(operation) in _BINARY:
-                return _binary(
-                    _BINARY[type(operation)], self._node(node.left, depth + 1), self._node(node.right, depth + 1)
-                )
-            case ast.BoolOp(op=word, values=operands):
-                return _boolean(isinstance(word, ast.And), [self._node(operand, depth + 1) for operand in operands])
-            case ast.Compare(left=left, ops=operators, comparators=rest):
-                return self._comparison([left, *rest], operators, depth)
-            case ast.IfExp(test=test, body=body, orelse=other):
-                return _conditional(*(self._node(part, depth + 1) for part in (test, body, other)))
-            case ast.Call(func=ast.Name(id="applies"), args=[ast.Name(id=name) as scorer], keywords=[]):
-                return _applies(self._named(name, scorer))
-            case ast.Call(func=ast.Name(id="first"), args=[_, _, *_], keywords=[]):
-                return self._first(node.args)
-            case ast.Call(func=ast.Name(id=name), args=[_, _, *_], keywords=[]) if name in _FUNCTIONS:
-                return _function(_FUNCTIONS[name], [self._node(argument, depth + 1) for argument in node.args])
-            case _:
-                raise self._refused_part(node)
-
-    def _refused_part(self, node: ast.expr) -> SettingsError:
-        names = "names of scorers, numbers" if self._scorers is not None else "names, numbers, texts"
-        return self._refused(
+                return ast.Constant(self._number(value, node))
+            case ast.Constant(value=str()) if self._scorers is None:
+                return node
+            case ast.Name():
+                return ast.Subscript(_VALUES, self._named(node), ast.Load())
+            case (
+                ast.UnaryOp(op=ast.USub() | ast.UAdd() | ast.Not())
+                | ast.BinOp(op=ast.Add() | ast.Sub() | ast.Mult() | ast.Div())
+                | ast.BoolOp()
+                | ast.IfExp()
+            ):
+                return self.generic_visit(node)
+            case ast.Compare(ops=operators, comparators=operands):
+                for comparison, operand in zip(operators, operands, strict=True):
+                    if not isinstance(comparison, _COMPARISONS):
+                        raise self.refused("a comparison of numbers (< <= > >= == !=)", "another", operand.col_offset)
+                return self.generic_visit(node)
+            case ast.Call(func=ast.Name(id="applies"), args=[scorer], keywords=[]):
+                return ast.Compare(self._named(scorer), [ast.In()], [_VALUES])
+            case ast.Call(func=ast.Name(id="first") as first, args=[_, _, *_] as scorers, keywords=[]):
+                return ast.Call(first, [_VALUES, *map(self._named, scorers)], [])
+            case ast.Call(func=ast.Name(id="min" | "max") as choose, args=[_, _, *_] as operands, keywords=[]):
+                return ast.Call(choose, [self.visit(operand) for operand in operands], [])
+        names = "names, numbers, texts" if self._scorers is None else "names of scorers, numbers"
+        raise self.refused(
             f"{names}, + - * /, comparisons, and, or, not, if-else, min(a, b), max(a, b), applies(a) and first(a, b)",
             repr(ast.get_source_segment(self._text, node))[:80],
             node.col_offset,
         )
 
-    def _constant(self, value: float, node: ast.expr) -> Formula:
+    def _number(self, value: float, node: ast.expr) -> float:
         try:
             number = float(value)
         except OverflowError:
             number = math.inf
         if not math.isfinite(number):
-            raise self._refused("finite numbers", "one that is not", node.col_offset)
-        return lambda values: number
+            raise self.refused("finite numbers", "one that is not", node.col_offset)
+        return number
 
-    def _scorer(self, name: str, node: ast.expr) -> Formula:
-        return operator.itemgetter(self._named(name, node))
+    def _named(self, node: ast.expr) -> ast.Constant:
+        name = node.id if isinstance(node, ast.Name) else None
+        if name is None or (self._scorers is not None and name not in self._scorers):
+            known = f" ({', '.join(self._scorers)})" if self._scorers else ""
+            shown = repr(ast.get_source_segment(self._text, node) if name is None else name)[:80]
+            raise self.refused(f"the name of a scorer{known}", shown, node.col_offset)
+        return ast.Constant(name)
 
-    def _first(self, nodes: Sequence[ast.expr]) -> Formula:
-        for node in nodes:
-            if not isinstance(node, ast.Name):
-                raise self._refused("names of scorers in first(…)", "something else", node.col_offset)
-        names = [self._named(node.id, node) for node in nodes if isinstance(node, ast.Name)]
-        return lambda values: values[next((name for name in names if name in values), names[0])]
-
-    def _named(self, name: str, node: ast.expr) -> str:
-        if self._scorers is not None and name not in self._scorers:
-            raise self._refused(f"the name of a scorer ({self._known})", repr(name), node.col_offset)
-        return name
-
-    def _comparison(self, nodes: list[ast.expr], operators: list[ast.cmpop], depth: int) -> Formula:
-        operands = [self._node(node, depth + 1) for node in nodes]
-        for comparison, node in zip(operators, nodes[1:], strict=True):
-            if type(comparison) not in _COMPARISONS:
-                raise self._refused("a comparison of numbers (< <= > >= == !=)", "another", node.col_offset)
-        holds = [_COMPARISONS[type(comparison)] for comparison in operators]
-
-        def evaluate(values: Values) -> float:
-            left = operands[0](values)
-            for compare, operand in zip(holds, operands[1:], strict=True):
-                right = operand(values)
-                if not compare(left, right):
-                    return 0.0
-                left = right
-            return 1.0
-
-        return evaluate
-
-    def _refused(self, expected: str, actual: str, offset: int) -> SettingsError:
+    def refused(self, expected: str, actual: str, offset: int) -> SettingsError:
         return SettingsError(
             f"expected {expected} in {self._setting}, found {actual} at character {offset + 1} "
             f"of {self._text[:120]!r}: change {self._setting}"
         )
 
 
-def _applies(scorer: str) -> Formula:
-    return lambda values: float(scorer in values)
-
-
-def _unary(sign: ast.unaryop, operand: Formula) -> Formula:
-    if isinstance(sign, ast.Not):
-        return lambda values: float(not operand(values))
-    if isinstance(sign, ast.USub):
-        return lambda values: -operand(values)
-    return operand
-
-
-def _binary(combine: Callable[[float, float], float], left: Formula, right: Formula) -> Formula:
-    return lambda values: combine(left(values), right(values))
-
-
-def _boolean(every: bool, operands: list[Formula]) -> Formula:
-    def evaluate(values: Values) -> float:
-        value = 0.0
-        for operand in operands:
-            value = operand(values)
-            if bool(value) is not every:
-                break
-        return value
-
-    return evaluate
-
-
-def _conditional(test: Formula, body: Formula, other: Formula) -> Formula:
-    return lambda values: body(values) if test(values) else other(values)
-
-
-def _function(choose: Callable[[list[float]], float], arguments: list[Formula]) -> Formula:
-    return lambda values: choose([argument(values) for argument in arguments])
+_VALUES = ast.Name("values", ast.Load())

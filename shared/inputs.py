@@ -122,7 +122,6 @@ def _files(settings: Settings) -> Iterator[tuple[str, Mapping[str, Path | str]]]
     for scorer in settings.reward.scorers:
         if isinstance(scorer, ModelScorer):
             yield scorer.model_setting, dict(_of_model(scorer.model))
-            yield f"tokenizer of scorer {scorer.name!r}", dict(_of_model(scorer.tokenizer))
         if isinstance(scorer, TrlScorer):
             files = (_CARRIED.fullmatch(function) for function in scorer.functions)
             yield f"functions of scorer {scorer.name!r}", {file[1]: Path(json.loads(file[1])) for file in files if file}

@@ -157,7 +157,6 @@ class Scoring:
         await rehearse(list(zip(settings.reward.scorers, self._scorers, strict=True)), prompts, self._failures)
 
     async def close(self) -> None:
-        """Close every scorer."""
         for scorer in self._parts():
             await scorer.close()
 

@@ -85,7 +85,6 @@ class EndpointTeacher:
             log.warning("teacher not compared yet", extra={"teacher": self.name, "reason": str(error)})
 
     async def close(self) -> None:
-        """Stop."""
         await self._endpoint.close()
 
     async def read(self, group: RolloutGroup) -> Reading:
@@ -181,7 +180,6 @@ class Teachers:
 
     @property
     def parts(self) -> Sequence[Teacher]:
-        """The teachers."""
         return list(self._named.values())
 
     async def start(self) -> None:

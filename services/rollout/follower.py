@@ -112,7 +112,6 @@ class Follower:
 
     @property
     def failing(self) -> bool:
-        """Whether the last pull failed."""
         return self._failing_since_s is not None
 
     @property

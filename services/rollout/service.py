@@ -154,7 +154,6 @@ class Generation:
         return self._codec.encode(prompt)
 
     def _requests(self, prompt: Prompt, token_ids: Int32Array, places: Sequence[int]) -> dict[int, GenerationRequest]:
-        """Return the request of each sample."""
         sampling = dataclasses.replace(prompt.sampling, samples=1)
         seeds = seeds_of(self._seed, prompt, places)
         stop = self._stop(sampling)

@@ -215,9 +215,7 @@ def _with_token(settings: Settings) -> Settings:
 def _with_absolute_model(scorer: Scorer) -> Scorer:
     if not isinstance(scorer, ModelScorer):
         return scorer
-    return scorer.model_copy(
-        update={"model": _absolute(scorer.model), "tokenizer": _absolute(scorer.tokenizer)},
-    )
+    return scorer.model_copy(update={"model": _absolute(scorer.model)})
 
 
 def _absolute(model: str) -> str:

@@ -447,7 +447,6 @@ class Bus(Claims):
         return int(await self.ask("XLEN", stream))
 
     async def depths(self, *of: Stream) -> list[Depth]:
-        """Return the depths of streams at one moment."""
         answer = await self.script("depths", streams=of, groups=[stream.group or "" for stream in of])
         return [_depth(int(entries), int(pending), text(oldest)) for entries, pending, oldest in answer]
 

@@ -164,12 +164,10 @@ class Prompt:
 
 
 def no_ids() -> Int32Array:
-    """Return an empty array."""
     return np.zeros(0, dtype=np.int32)
 
 
 def no_logprobs() -> Float32Array:
-    """Return an empty array."""
     return np.zeros(0, dtype=np.float32)
 
 
@@ -239,7 +237,6 @@ class Sample:
 
     @property
     def token_versions(self) -> Int32Array:
-        """The version of each token (T)."""
         starts, versions = self.version_spans.T
         return np.repeat(versions, np.diff(np.append(starts, len(self.token_ids))))
 

@@ -113,7 +113,6 @@ class WorkCounts:
     last_error: str = ""
 
     def add(self, stream: Stream, outcome: str, entries: int = 1) -> None:
-        """Count ``entries`` here and for Prometheus."""
         setattr(self, outcome, getattr(self, outcome) + entries)
         ENTRIES.labels(stream.name, outcome).inc(entries)
 

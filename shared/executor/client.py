@@ -186,7 +186,6 @@ class ExecutorSession:
         return execution
 
     def leave(self) -> None:
-        """End it."""
         if self._writer is not None and not self._writer.is_closing():
             self._writer.write(frames.pack({"verb": "leave", "id": self._number}))
 

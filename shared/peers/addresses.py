@@ -110,7 +110,6 @@ def _is_own(address: str) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether ``host`` is loopback."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -70,7 +70,6 @@ class ReplicaTurns:
 
     @property
     def is_open(self) -> bool:
-        """Whether the device is ours."""
         return self._open.is_set()
 
     async def acquire(self, wait_s: float) -> bool:

@@ -15,7 +15,6 @@ from penstock.shared.settings import load
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the command line."""
     made = argparse.ArgumentParser(
         prog="python -m penstock.shared.preflight", description="Check a node or a pod before a run."
     )

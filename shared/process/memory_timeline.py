@@ -61,7 +61,6 @@ def resident_bytes() -> float:
 
 
 def used_bytes(device: "torch.device") -> float:
-    """Return what this process holds on ``device``."""
     if device.type != "cuda":
         return resident_bytes()
     import torch

@@ -23,8 +23,7 @@ What two services must agree on stands once. Loaded in ``__main__``, passed down
 environment.
 """
 
-from penstock.shared.settings.placement import check_shared_engine
-from penstock.shared.settings.policy import LoraSettings, PolicySettings, WeightsSettings
+from penstock.shared.settings.policy import PolicySettings
 from penstock.shared.settings.reading.loading import (
     ENVIRONMENT_PREFIX,
     SETTINGS_FILE,
@@ -35,33 +34,23 @@ from penstock.shared.settings.reading.loading import (
     load,
     load_run,
     loads,
-    override,
     sources,
 )
-from penstock.shared.settings.rewards.reward import ExecutorSettings
-from penstock.shared.settings.rollout import RolloutSettings, SamplingSettings
-from penstock.shared.settings.root import Settings, check_plain_engine, check_reproducible
-from penstock.shared.settings.run import BusSettings, CoordinatorSettings, DataSettings, RunKind
+from penstock.shared.settings.rollout import SamplingSettings
+from penstock.shared.settings.root import Settings
+from penstock.shared.settings.run import BusSettings, DataSettings, RunKind
 from penstock.shared.settings.trainer import TrainerSettings
 
 __all__ = [
     "ENVIRONMENT_PREFIX",
     "SETTINGS_FILE",
     "BusSettings",
-    "CoordinatorSettings",
     "DataSettings",
-    "ExecutorSettings",
-    "LoraSettings",
     "PolicySettings",
-    "RolloutSettings",
     "RunKind",
     "SamplingSettings",
     "Settings",
     "TrainerSettings",
-    "WeightsSettings",
-    "check_plain_engine",
-    "check_reproducible",
-    "check_shared_engine",
     "dump",
     "dumps",
     "given",
@@ -69,6 +58,5 @@ __all__ = [
     "load",
     "load_run",
     "loads",
-    "override",
     "sources",
 ]

@@ -48,8 +48,6 @@ class InternalSettings(Section):
     """Tokens whose logits the trainer holds at a time; 0: of a whole micro-batch."""
     peak_tflops: NonNegativeFloat = Field(default=0.0)
     """Speed of one GPU, to report its utilization (`mfu`); 0: by the GPU's name."""
-    logprobs: Literal["captured", "native"] = Field(default="captured")
-    """Behavior logprobs as our hook captures them in vLLM, or as vLLM returns them."""
     stale_wait_s: PositiveFloat = Field(default=600.0)
     """Longest wait of a step for earlier groups with algorithm.on_stale = "wait". Default: 600, or 0.05 for each of
     sampling.max_new_tokens."""

@@ -1,6 +1,7 @@
 """Laws of operation: settings, drain, replicas, dead letters, versions."""
 
 import asyncio
+import json
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -386,16 +387,18 @@ async def test_cleanup_leaves_the_newest_checkpoints_and_the_pinned_ones(bus: Bu
 async def test_events_are_listed_newest_first_and_streamed_from_where_one_was(
     http: httpx.AsyncClient, bus: Bus
 ) -> None:
-    for name in ("start", "pause", "resume"):
+    for name in ("start", "pause"):
         await http.post(f"/v1/run/{name}")
+    await http.post("/v1/run/resume", json={"reason": "see http://a/?key=secret"})
     listed = (await http.get("/v1/events", params={"limit": 2})).json()
     assert [event["name"] for event in listed["items"]] == ["run running", "run paused"]
     seen = {"Last-Event-ID": listed["next"], "Accept": "text/event-stream"}
     streamed = await http.get("/v1/events/stream", params={"for_s": 0.2}, headers=seen)
     assert streamed.headers["content-type"].startswith("text/event-stream")
-    names = [line for line in streamed.text.splitlines() if line.startswith("event: ")]
-    assert names == ["event: run_running"]
-    assert f"id: {listed['items'][0]['id']}\n" in streamed.text
+    newest, lines = listed["items"][0], streamed.text.splitlines()
+    assert lines[2:4] == [f"id: {newest['id']}", "event: run_running"]
+    assert json.loads(lines[4].removeprefix("data: ")) == newest
+    assert newest["detail"].endswith("see http://a/?key=***"), "secrets of addresses are hidden in both"
 
 
 async def test_a_registered_run_is_found_by_services_that_start_from_the_bus(

@@ -224,14 +224,18 @@ def test_a_removed_setting_is_left_out_with_its_default_and_else_refused_with_wh
     default, instead = REPLACED[key]
     table, _, name = key.rpartition(".")
     kind = table.partition("[")[2].rstrip("]")
-    head = (
-        f"[[reward.scorers]]\nkind = '{kind}'\nurl = 'http://a/v1'\nmodel = 'm'\ntags = ['a']" if kind else f"[{table}]"
-    )
-    needed = {"judge": ("url", "model"), "model": ("model",), "format": ("tags",)}.get(kind, ())
-    lines = [line for line in head.split("\n") if not kind or line.startswith(("[", "kind", *needed))]
+    needed: dict[str, dict[str, str | list[str]]] = {
+        "judge": {"url": "http://a/v1", "model": "m"},
+        "model": {"model": "m"},
+        "format": {"tags": ["a"]},
+        "python": {"function": "a:b"},
+        "trl": {"functions": ["a:b"]},
+        "verifiers": {"functions": ["a:b"]},
+    }
+    head = "[[reward.scorers]]\n" + tomli_w.dumps({"kind": kind, **needed[kind]}) if kind else f"[{table}]\n"
 
     def text(value: object) -> str:
-        return "\n".join(lines) + "\n" + tomli_w.dumps({name: value})
+        return head + tomli_w.dumps({name: value})
 
     loads(text(default), "run.toml")
     with pytest.raises(SettingsError) as caught:

@@ -23,7 +23,8 @@ from penstock.services.trainer.rank0.mailbox.results import Replayed, Result, St
 from penstock.services.trainer.rank0.publication import Publication
 from penstock.shared.bus.encoding import wire
 from penstock.shared.bus.messages import Experience, PolicyVersion, StepPlan
-from penstock.shared.settings import LoraSettings, Settings
+from penstock.shared.settings import Settings
+from penstock.shared.settings.policy import LoraSettings
 from tests.support.tolerance import FORWARD, GRADIENT
 from tests.trainer.algorithm.test_update import Rank, batch, settings, timeless
 

@@ -65,7 +65,6 @@ class Curriculum:
         self._cumulative = np.concatenate([[0.0], *parts]).cumsum()
 
     def index(self, position: int) -> int:
-        """Return the problem at ``position``."""
         index = self._order.index(position)
         part = int(np.searchsorted(self._ends, index, side="right"))
         if not self._is_drawn[part]:

@@ -24,7 +24,7 @@ from penstock.shared.errors import SettingsError
 from penstock.shared.files.secret_file import read_secret
 from penstock.shared.peers import tickets
 from penstock.shared.peers.addresses import is_loopback
-from penstock.shared.settings import CoordinatorSettings
+from penstock.shared.settings.run import CoordinatorSettings
 
 _SESSION_S = 43_200.0
 

@@ -1,6 +1,7 @@
 """Route dependencies and pagination."""
 
 import asyncio
+import contextlib
 import dataclasses
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
@@ -17,14 +18,17 @@ from penstock.services.coordinator.run.commands import Steering
 from penstock.services.coordinator.run.monitor import Monitor
 from penstock.services.coordinator.schemas.resources import Page
 from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.encoding import wire
 from penstock.shared.bus.stores.policy.ledger import Ledger
 from penstock.shared.bus.stores.replicas.live_settings import Live
 from penstock.shared.bus.stores.run import records
 from penstock.shared.bus.streams import JOURNAL, Row, Stream
+from penstock.shared.errors import MessageError
 from penstock.shared.process.telemetry import Status
 
 Rows = Callable[[Stream, str | None, int], Awaitable[list[Row]]]
 """Return the newest entries of a stream before one (None: of all), newest first: of a bus, or of a run's folder."""
+M = TypeVar("M")
 R = TypeVar("R")
 T = TypeVar("T")
 
@@ -68,6 +72,17 @@ class Parts:
 async def soon(work: Awaitable[R]) -> R:
     async with asyncio.timeout(ANSWER_WITHIN_S):
         return await work
+
+
+async def views_of(
+    rows: Rows, stream: Stream, kind: type[M], view: Callable[[str, M], T], cursor: str | None, limit: int
+) -> Page[T]:
+    """Return a page of a stream's messages, as ``view`` shows an entry's; those of a newer version are skipped."""
+    page, items = page_of(await soon(rows(stream, cursor, limit + 1)), limit, lambda row: row[0]), list[T]()
+    for entry, fields in page.items:
+        with contextlib.suppress(MessageError):
+            items.append(view(entry, wire.decode(fields.get(b"data", b""), kind)))
+    return Page(items=items, next=page.next)
 
 
 def page_of(entries: Sequence[T], limit: int, cursor: Callable[[T], str]) -> Page[T]:

@@ -66,7 +66,6 @@ class Conventions:
         self._bodies = Bodies()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
         elif scope["method"] == "HEAD":

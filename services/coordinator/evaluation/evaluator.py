@@ -44,8 +44,6 @@ _LOST_AFTER_S = 2.0
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Due:
-    """A due evaluation."""
-
     sets: tuple[str, ...]
     initial: bool = False
     final: bool = False

@@ -7,12 +7,13 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from penstock.services.coordinator.evaluation.statistics import Estimate, estimate, pass_at
 from penstock.shared.bus.bus import Bus
 from penstock.shared.bus.messages import PolicyVersion, RolloutGroup
 from penstock.shared.bus.stores.policy.evaluations import Description, EvaluationRequest, Played, evaluated, results
 from penstock.shared.bus.transcripts import tally
-from penstock.shared.settings.evaluation import ONLY_SET
 
 _CHUNK = 500
 
@@ -134,7 +135,7 @@ def sentence(evaluation: Evaluation) -> str:
 
 async def evaluations_of(bus: Bus, versions: Sequence[PolicyVersion]) -> dict[PolicyVersion, list[Evaluation]]:
     return {
-        PolicyVersion(version): [evaluation_of(fields) for fields in _listed(json.loads(text))]
+        PolicyVersion(version): [evaluation_of(fields) for fields in json.loads(text)]
         for version, text in (await results(bus, versions)).items()
     }
 
@@ -156,13 +157,9 @@ class Evaluations:
         return [evaluation for of_version in self._known.values() for evaluation in of_version]
 
 
-def _listed(decoded: Any) -> list[dict[str, Any]]:
-    return decoded if isinstance(decoded, list) else [decoded]  # 0.1.0 had one set
+_EVALUATION = TypeAdapter(Evaluation)
 
 
 def evaluation_of(fields: dict[str, Any]) -> Evaluation:
-    known: dict[str, Any] = {"set": ONLY_SET, "samples": 1, "accuracy_low": None, "accuracy_high": None} | fields
-    known["pass_at"] = {k: Estimate(**estimated) for k, estimated in fields.get("pass_at", {}).items()}
-    return Evaluation(
-        **{field.name: known[field.name] for field in dataclasses.fields(Evaluation) if field.name in known}
-    )
+    """Raises ValueError: it is damaged."""
+    return _EVALUATION.validate_python(fields)

@@ -28,7 +28,7 @@ def _records(name: str, folder: Path) -> dict[str, Json]:
     while not curves.catch_up():
         pass
     evaluations: list[Json] = [
-        {"set": line.get("set", "heldout"), "step": line["step"], "accuracy": line.get("accuracy")}
+        {"set": line.get("set"), "step": line["step"], "accuracy": line.get("accuracy")}
         for line in read(folder / "evaluations.jsonl")
         if isinstance(line.get("step"), int)
     ]

@@ -200,15 +200,9 @@ def _pass(files: _Files, stream: Stream, entries: list[Row]) -> None:
 
 
 def step_line(entry: str, report: StepReport) -> dict[str, Json]:
-    return {
-        "entry": entry,
-        "step": report.step,
-        "version": report.version,
-        "finished_at_s": report.finished_at_s,
-        "samples": report.samples,
-        "lag_counts": dict(report.lag_counts),
-        **report.metrics,
-    }
+    figures = dataclasses.asdict(report)
+    metrics = figures.pop("metrics")
+    return {"entry": entry, **figures, **metrics}
 
 
 def _shown(score: Score) -> dict[str, Json]:
@@ -222,7 +216,6 @@ def _shown(score: Score) -> dict[str, Json]:
 
 
 def journal_line(entry: str, fields: Mapping[bytes, bytes], experience: Experience) -> dict[str, Json]:
-    """Return the line of a journal's entry."""
     version = fields.get(b"version")
     return rollout_line(entry, int(fields[b"step"]), experience, None if version is None else int(version))
 

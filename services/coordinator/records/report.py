@@ -104,7 +104,7 @@ def records(run_folder: Path) -> dict[str, Json]:
         "seconds": seconds,
         "lags": lags,
         "ends": {name: list[Json](mean_ends(values)) for name, values in of_ends.items()},
-        "evaluations": [{"set": "heldout", **line} for line in read(run_folder / "evaluations.jsonl")],
+        "evaluations": list(read(run_folder / "evaluations.jsonl")),
         "rollouts": _rollouts(run_folder, run_folder / "rollouts.jsonl"),
         "doubts": list(doubts.values()),
         "events": list[Json](events[-_EVENTS:]),

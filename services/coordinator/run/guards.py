@@ -68,7 +68,6 @@ def no_signal(reports: StepReports, guards: GuardsSettings, groups_per_step: int
 
 
 def kl(reports: StepReports, guards: GuardsSettings) -> str:
-    """Check the mean KL."""
     bounds = (("kl_mean", guards.limit("kl"), "behavior"), ("reference_kl", guards.limit("reference_kl"), "reference"))
     for name, ceiling, other in bounds:
         mean = _mean(reports, name, guards.sudden_steps)
@@ -78,7 +77,6 @@ def kl(reports: StepReports, guards: GuardsSettings) -> str:
 
 
 def entropy(reports: StepReports, guards: GuardsSettings) -> str:
-    """Check the mean entropy."""
     mean = _mean(reports, "entropy", guards.steps)
     if mean is None or mean >= guards.limit("entropy"):
         return ""

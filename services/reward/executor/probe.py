@@ -9,7 +9,7 @@ from penstock.services.reward.executor.isolation import Interpreter, Isolation, 
 from penstock.services.reward.executor.slots import RESIDENT_PER_SLOT, SESSIONS_PER_SLOT, count
 from penstock.services.reward.executor.zygote_process import ZygoteLost
 from penstock.shared.errors import SettingsError
-from penstock.shared.settings import ExecutorSettings
+from penstock.shared.settings.rewards.reward import ExecutorSettings
 
 log = logging.getLogger(__name__)
 

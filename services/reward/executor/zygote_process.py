@@ -77,7 +77,6 @@ class ZygoteProcess:
 
     @property
     def idle(self) -> bool:
-        """Whether no job runs."""
         return not self._waiting
 
     def put(

@@ -71,7 +71,6 @@ class CallWatch:
 
     @contextlib.contextmanager
     def loading(self, model: str) -> Iterator[None]:
-        """Watch the load of ``model``."""
         with self._calling(_Call(f"the load of {model!r}", LOAD_S, _disk_traffic)):
             yield
 

@@ -50,7 +50,7 @@ class Classifier:
         self._where = f"of scorer {scorer.name!r} in [[reward.scorers]]"
         device = pick_device(work.device, "reward.models.device")
         dtype = pick_dtype(device)
-        self._tokenizer = self._load(self._open_tokenizer, "tokenizer", scorer.tokenizer or scorer.model)
+        self._tokenizer = self._load(self._open_tokenizer, "tokenizer", scorer.model)
         opened = self._open_classifier if scorer.head == "classifier" else self._open_scalar
         model = self._load(lambda: opened(dtype), "model", scorer.model)
         self._config = model.config
@@ -126,7 +126,7 @@ class Classifier:
         if max(token_ids) >= self._text_config.vocab_size:
             raise PermanentError(
                 f"expected token ids under the model's {self._text_config.vocab_size}, found {max(token_ids)}: the tokenizer "
-                f"is another model's; change tokenizer {self._where}"
+                f"is another model's; change model {self._where}"
             )
         over = len(token_ids) - self._longest
         if over <= 0:
@@ -198,8 +198,7 @@ class Classifier:
     def _open_tokenizer(self) -> Any:
         from transformers import AutoTokenizer
 
-        source = self._scorer.tokenizer or self._scorer.model
-        return AutoTokenizer.from_pretrained(source, trust_remote_code=self._scorer.trust_remote_code)
+        return AutoTokenizer.from_pretrained(self._scorer.model, trust_remote_code=self._scorer.trust_remote_code)
 
     def _open_classifier(self, dtype: torch.dtype) -> Any:
         from transformers import AutoModelForSequenceClassification
@@ -240,13 +239,9 @@ class Classifier:
 
     def _find_longest(self) -> int:
         bounds = [getattr(self._text_config, "max_position_embeddings", None), self._tokenizer.model_max_length]
-        context = min([int(bound) for bound in bounds if bound and 0 < bound < _UNBOUNDED_TOKENS], default=0)
-        if self._scorer.max_tokens and context and self._scorer.max_tokens > context:
-            raise SettingsError(
-                f"expected at most the model's context of {context} tokens, found {self._scorer.max_tokens}: "
-                f"change max_tokens {self._where}"
-            )
-        return self._scorer.max_tokens or context or _UNBOUNDED_TOKENS
+        return min(
+            [int(bound) for bound in bounds if bound and 0 < bound < _UNBOUNDED_TOKENS], default=_UNBOUNDED_TOKENS
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

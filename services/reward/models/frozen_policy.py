@@ -45,7 +45,6 @@ class TokenSequence:
 
     @property
     def input_ids(self) -> Int32Array:
-        """The model's input."""
         return np.concatenate([self.prompt_token_ids, self.token_ids[:-1]])
 
 

@@ -139,7 +139,6 @@ class Turns:
 
     @contextlib.contextmanager
     def waiting(self, group: RolloutGroup) -> Iterator[None]:
-        """Let ``group`` wait for a model."""
         yield
 
     def note_moved(self, seconds: float) -> None:

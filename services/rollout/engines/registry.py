@@ -4,7 +4,8 @@ import importlib.util
 
 from penstock.services.rollout.engines.opening import Entry, has_gpu
 from penstock.shared.errors import SettingsError
-from penstock.shared.settings import Settings, check_plain_engine, check_reproducible, check_shared_engine
+from penstock.shared.settings.placement import check_shared_engine
+from penstock.shared.settings.root import Settings, check_plain_engine, check_reproducible
 
 
 def entry_of(name: str) -> Entry:

@@ -36,9 +36,7 @@ class Sink(Protocol):
         """
         ...
 
-    def close(self) -> None:
-        """Finish uploads."""
-        ...
+    def close(self) -> None: ...
 
 
 def open_sink(name: str, run: TrackedRun) -> Sink:

@@ -70,7 +70,6 @@ class Kind:
         self._longest = settings.sampling.max_new_tokens
 
     def trained(self, rewards_S: Float32Array) -> Sequence[int]:
-        """Return which samples of a group are trained."""
         return range(len(rewards_S))
 
     def assign(

@@ -40,7 +40,6 @@ class Segments:
 
     @functools.cached_property
     def ends(self) -> Int64Array:
-        """Ends of the segments' subtrees."""
         ends = (self.starts_K + self.lengths_K).tolist()
         for k, parent in reversed(list(enumerate(self.parents_K.tolist()))):
             if parent >= 0:

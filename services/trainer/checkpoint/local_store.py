@@ -54,7 +54,7 @@ class Checkpoint:
     folder: Path
     state: CheckpointState
     files: tuple[CheckpointFile, ...] = ()
-    """All but ``state.json``; empty in old, unverifiable checkpoints."""
+    """All but ``state.json``."""
 
 
 def beside(root: Path, step: int) -> Path:
@@ -97,11 +97,9 @@ def clear_unfinished(root: Path) -> None:
 
 
 def digest(path: Path, part_bytes: int = manifests.PART_BYTES) -> CheckpointFile:
-    """Return name, size and digest of a file, whose parts several threads read; of the whole with ``part_bytes`` 0."""
+    """Return name, size and digest of a file, whose parts several threads read."""
     with path.open("rb") as file:
         nbytes = os.fstat(file.fileno()).st_size
-        if not part_bytes:
-            return CheckpointFile(path.name, nbytes, hashlib.file_digest(file, "sha256").hexdigest())
         places = range(0, nbytes, part_bytes)
         of_part = functools.partial(_digest_of_part, file.fileno(), part_bytes)
         with concurrent.futures.ThreadPoolExecutor(min(_MOST_READERS, len(places) or 1)) as readers:
@@ -155,9 +153,9 @@ def _marker(folder: Path) -> dict[str, Any] | None:
 def _decode(folder: Path, marker: Mapping[str, Any]) -> Checkpoint | None:
     raw = {name: value for name, value in marker.items() if name not in (_DIGEST, FIELD)}
     try:
-        if "files" in raw and marker.get(_DIGEST) != digest_of(raw):
+        if marker.get(_DIGEST) != digest_of(raw):
             return None
-        files = decode_files(raw.pop("files", ()))
+        files = decode_files(raw.pop("files", None))
         return Checkpoint(folder, decode_state(raw), files)
     except ValueError:
         return None
@@ -174,7 +172,7 @@ def damage(folder: Path, ending: str = "", signer: Signer = UNSIGNED) -> str:
         return f"{MARKER} has changed"
     if reason := signer.refusal(marker):
         return reason
-    if checkpoint.files and (unknown := _unknown_pickle(checkpoint)):
+    if unknown := _unknown_pickle(checkpoint):
         return f"{unknown} is not one of the files that were written"
     files = [file for file in checkpoint.files if file.name.endswith(ending)]
     largest_first = sorted(files, key=lambda file: -file.nbytes)

@@ -30,8 +30,7 @@ class CheckpointFile:
     nbytes: int
     sha256: str
     """Of the SHA-256 digests of its parts, one after the other."""
-    part_bytes: int = 0
-    """:data:`PART_BYTES`, or 0 in old checkpoints, where ``sha256`` is that of the whole."""
+    part_bytes: int = PART_BYTES
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -47,7 +46,7 @@ class CheckpointState:
     random_state: str = ""
     """Unused."""
     position: int | None = None
-    """First untrained prompt in the dataset; None (old checkpoints): ``cursor``."""
+    """First untrained prompt in the dataset; None: ``cursor``."""
     counts: dict[str, int] = dataclasses.field(default_factory=dict)
     kl_coefficient: float | None = None
     """Unused."""
@@ -125,7 +124,7 @@ def _check(file: CheckpointFile) -> None:
         raise ValueError(f"its table of files gives {file.name} {file.nbytes!r} bytes")
     if not isinstance(file.sha256, str) or not _SHA256.fullmatch(file.sha256):
         raise ValueError(f"its table of files gives {file.name} no SHA-256")
-    if file.part_bytes not in (0, PART_BYTES) or isinstance(file.part_bytes, bool):
+    if file.part_bytes != PART_BYTES:
         raise ValueError(f"its table of files gives {file.name} parts of {file.part_bytes!r} bytes")
 
 

@@ -40,7 +40,6 @@ class Artifacts:
         return self._publication.buckets
 
     def publish(self, engine: TrainingEngine, version: PolicyVersion | None, step: int) -> Whereabouts | None:
-        """Publish the weights of ``step`` as ``version``."""
         assert version is not None
         meet_at_storage()
         self._publication.take_part(engine, version, step)

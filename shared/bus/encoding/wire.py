@@ -107,7 +107,6 @@ def join_by(cls: type, join: Callable[[list[Any]], dict[str, Any]]) -> None:
 
 
 def encode(value: object) -> bytes:
-    """Encode a registered message."""
     kind, schema = _kinds[type(value)]
     if getattr(value, "is_plain", False):
         schema = 1

@@ -50,8 +50,6 @@ class ModelScorer(OpinionScorer):
     """The reward model."""
     model: str
     """Reward model: a folder in Hugging Face form, or a hub name."""
-    tokenizer: str = Field(default="")
-    """Folder or hub name of its tokenizer; empty: the model's."""
     trust_remote_code: bool = Field(default=False)
     """Whether to run Python code that comes with the model."""
     head: Literal["classifier", "scalar"] = Field(default="classifier")
@@ -63,9 +61,8 @@ class ModelScorer(OpinionScorer):
     """The output itself (`logit`), or its `probability`: the sigmoid of a single output, the softmax of several."""
     template: str = Field(default="auto")
     """How prompt and completion become text: `chat` (the tokenizer's chat template), `plain` (concatenated; messages
-    joined by line breaks), `auto` (chat if the tokenizer has a template), or your own chat template (Jinja)."""
-    max_tokens: NonNegativeInt = Field(default=0)
-    """Maximum length of the text; a longer one loses its beginning. 0: the model's context."""
+    joined by line breaks), `auto` (chat if the tokenizer has a template), or your own chat template (Jinja).
+    A text longer than the model's context loses its beginning."""
 
     @property
     def model_setting(self) -> str:

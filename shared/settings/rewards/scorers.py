@@ -167,8 +167,6 @@ class ProcessScorer(OpinionScorer):
     """Killable processes; each answers one call at a time."""
     timeout_s: PositiveFloat = Field(default=30.0)
     """Seconds after which a call is given up and its process killed."""
-    memory_mib: NonNegativeInt = Field(default=0)
-    """Maximum address space of a process; 0: no limit."""
     environment: tuple[str, ...] = Field(default=())
     """Environment variables that the function may read. It does not see others, such as the bus's password."""
 

@@ -18,7 +18,7 @@ from penstock.services.coordinator.service import Coordinator
 from penstock.shared.bus.bus import Bus
 from penstock.shared.bus.stores.policy.ledger import Ledger
 from penstock.shared.errors import SettingsError
-from penstock.shared.settings import CoordinatorSettings
+from penstock.shared.settings.run import CoordinatorSettings
 from tests.support.coordinator_players import make, running, settings
 from tests.support.raw_redis import raw
 

@@ -43,7 +43,8 @@ from penstock.shared.executor.protocol import (
 )
 from penstock.shared.peers import frames
 from penstock.shared.peers.keep_alive import SILENT_S
-from penstock.shared.settings import ExecutorSettings, Settings
+from penstock.shared.settings import Settings
+from penstock.shared.settings.rewards.reward import ExecutorSettings
 from tests.conftest import PATIENCE_S, need, until
 from tests.support.children import children
 from tests.support.executor_process import ROOT, Running, arguments, desk, running

@@ -16,7 +16,7 @@ from penstock.services.reward.executor.executor import Executor
 from penstock.services.reward.executor.isolation import Interpreter, candidates
 from penstock.services.reward.executor.slots import SUSPENDED_BYTES_PER_SLOT, Slots, Usage, quota
 from penstock.shared.executor.protocol import Execution, Job, Limits, Outcome
-from penstock.shared.settings import ExecutorSettings
+from penstock.shared.settings.rewards.reward import ExecutorSettings
 
 BUSY = "print('ready', flush=True)\nwhile True: pass"
 NEIGHBOURS = 5

@@ -99,13 +99,13 @@ def test_a_tokenizer_of_another_model_buries_the_group_with_the_setting_to_chang
     classifier = reward_models.classifier(
         reward_models.settings(reward_models.save(reward_models.qwen(vocab_size=10), tmp_path))
     )
-    with pytest.raises(PermanentError, match=r"under the model's 10, found 13: .*; change tokenizer of scorer 'model'"):
+    with pytest.raises(PermanentError, match=r"under the model's 10, found 13: .*; change model of scorer 'model'"):
         classifier.read(builders.prompt(), ["46"])
 
 
 def test_what_is_too_long_loses_its_beginning_and_says_so(tmp_path: Path) -> None:
     classifier = reward_models.classifier(
-        reward_models.settings(reward_models.save(reward_models.qwen(), tmp_path), max_tokens=4)
+        reward_models.settings(reward_models.save(reward_models.qwen(max_position_embeddings=4), tmp_path))
     )
     short, long = classifier.read(dataclasses.replace(builders.prompt(), text=""), ["1234", "012345"])
     assert (short.token_ids, short.cut_tokens) == ((3, 4, 5, 6), 0)
@@ -113,8 +113,8 @@ def test_what_is_too_long_loses_its_beginning_and_says_so(tmp_path: Path) -> Non
 
 
 async def test_scores_say_what_was_cut(tmp_path: Path) -> None:
-    folder = reward_models.save(reward_models.qwen(), tmp_path)
-    scorer = RewardModel(reward_models.settings(folder, max_tokens=8), reward_models.WORK)
+    folder = reward_models.save(reward_models.qwen(max_position_embeddings=8), tmp_path)
+    scorer = RewardModel(reward_models.settings(folder), reward_models.WORK)
     await scorer.start()
     try:
         first, second = await scorer.score(builders.group(0, ("46", "4600")))
@@ -168,7 +168,6 @@ def test_a_scalar_head_is_read_at_the_last_token(tmp_path: Path) -> None:
     [
         (reward_models.qwen(labels=2), {}, "expected one of the model's 2 outputs (label 0, label 1), found 'none': change label"),
         (reward_models.qwen(), {"label": "good"}, "found 'good': change label of scorer 'model'"),
-        (reward_models.qwen(), {"max_tokens": 65}, "expected at most the model's context of 64 tokens, found 65"),
         (reward_models.qwen(), {"head": "scalar", "model": "causal"}, "none of score, v_head.summary"),
         (None, {}, "its weights lack score.weight, which would be random"),
     ],

@@ -307,14 +307,6 @@ def test_a_signed_marker_that_was_changed_is_refused_although_its_digest_was_mad
     assert local_store.damage(made.folder, signer=signer(FIRST)) == REFUSED[1][1]
 
 
-def test_without_its_table_of_files_a_marker_is_refused_where_a_key_is_configured(tmp_path: Path) -> None:
-    made = signed(tmp_path, signer(FIRST))
-    marker = made.folder / "state.json"
-    raw = json.loads(marker.read_text())
-    marker.write_text(json.dumps({name: raw[name] for name in raw if name not in ("files", "sha256")}))
-    assert local_store.damage(made.folder, signer=signer(FIRST)) == REFUSED[1][1]
-
-
 @pytest.mark.parametrize(
     ("content", "reason"),
     [("short\n", "found a shorter one"), ("\n", "found no key"), (None, "No such file or directory")],

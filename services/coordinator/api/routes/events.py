@@ -7,7 +7,6 @@ bounded in total and per address.
 import asyncio
 import collections
 import dataclasses
-import json
 import time
 from collections.abc import AsyncIterator, Callable
 from typing import Annotated
@@ -17,13 +16,11 @@ from fastapi.responses import StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
-from penstock.services.coordinator.api.dependencies import EntryCursor, Limit, Parts, Rows, page_of, soon
+from penstock.services.coordinator.api.dependencies import EntryCursor, Limit, Parts, Rows, soon, views_of
 from penstock.services.coordinator.api.errors import RETRY_AFTER_S
 from penstock.services.coordinator.schemas.resources import EventView, Page
-from penstock.shared.bus.encoding import wire
 from penstock.shared.bus.messages import Event
 from penstock.shared.bus.streams import EVENTS
-from penstock.shared.errors import MessageError
 
 _BEAT_S = 10.0
 _WAIT_S = 0.5
@@ -54,8 +51,6 @@ Seconds = Annotated[
 
 @dataclasses.dataclass(slots=True)
 class OpenStreams:
-    """Open streams by client address."""
-
     total: int = 128
     each: int = 32
     open: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
@@ -93,18 +88,16 @@ class _Counted(StreamingResponse):
 
 
 def event_list(rows: Rows) -> APIRouter:
-    """Return the route of recorded events."""
     router = APIRouter(prefix="/v1/events", tags=["events"])
 
     @router.get("", operation_id="listEvents", summary="Events, newest first")
     async def events(cursor: EntryCursor = None, limit: Limit = 100) -> Page[EventView]:
-        return await soon(_events(rows, cursor, limit))
+        return await views_of(rows, EVENTS, Event, _view, cursor, limit)
 
     return router
 
 
 def event_routes(parts: Parts) -> APIRouter:
-    """Return the routes under /v1/events."""
     router, streams = event_list(parts.rows), OpenStreams()
 
     @router.get(
@@ -122,25 +115,13 @@ def event_routes(parts: Parts) -> APIRouter:
     return router
 
 
-async def _events(rows: Rows, cursor: str | None, limit: int) -> Page[EventView]:
-    page = page_of(await rows(EVENTS, cursor, limit + 1), limit, lambda row: row[0])
-    views = (_view(entry, fields.get(b"data", b"")) for entry, fields in page.items)
-    return Page(items=[event for event in views if event is not None], next=page.next)
-
-
 async def _newest(parts: Parts) -> str:
     rows = await parts.rows(EVENTS, None, 1)
     return rows[0][0] if rows else "0-0"
 
 
-def _view(entry: str, data: bytes) -> EventView | None:
-    try:
-        event = wire.decode(data, Event)
-    except MessageError:
-        return None  # from a newer version
-    return EventView(
-        id=entry, at_s=event.at_s, source=event.source, name=event.name, detail=event.detail, fields=dict(event.fields)
-    )
+def _view(entry: str, event: Event) -> EventView:
+    return EventView.model_validate({"id": entry, **dataclasses.asdict(event)})
 
 
 async def _stream(parts: Parts, after: str, for_s: float) -> AsyncIterator[str]:
@@ -150,9 +131,8 @@ async def _stream(parts: Parts, after: str, for_s: float) -> AsyncIterator[str]:
         entries = await parts.bus.tail(EVENTS, Event, after, _AT_ONCE, None)
         for entry, event in entries:
             after = entry
-            fields = {"at_s": event.at_s, "source": event.source, "name": event.name, "detail": event.detail}
-            text = json.dumps({"id": entry, **fields, "fields": event.fields})
-            yield f"id: {entry}\nevent: {event.name.replace(' ', '_')}\ndata: {text}\n\n"
+            name, text = event.name.replace(" ", "_"), _view(entry, event).model_dump_json()
+            yield f"id: {entry}\nevent: {name}\ndata: {text}\n\n"
         if (left_s := until_s - time.monotonic()) <= 0:
             return
         if entries:

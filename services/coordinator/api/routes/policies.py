@@ -59,7 +59,6 @@ def policy_views(
 
 
 def policy_routes(parts: Parts) -> APIRouter:
-    """Return the routes under /v1/policies."""
     listed, viewed, compared = (functools.partial(_page, parts), functools.partial(_policy, parts), functools.partial(_compare, parts))  # fmt: skip
     router = policy_views(listed, viewed, compared)
 

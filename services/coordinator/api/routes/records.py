@@ -26,7 +26,7 @@ from fastapi import APIRouter, Path, Query, Response
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
-from penstock.services.coordinator.api.dependencies import ENTRY, EntryCursor, Limit, Rows, page_of, soon
+from penstock.services.coordinator.api.dependencies import ENTRY, EntryCursor, Limit, Rows, soon, views_of
 from penstock.services.coordinator.records import jsonl
 from penstock.services.coordinator.records.curves import Curves
 from penstock.services.coordinator.records.recorder import journal_line
@@ -86,9 +86,7 @@ def record_routes(rows: Rows, trained: Trained, folder: FilePath) -> APIRouter:
 
     @router.get("/steps", operation_id="listSteps", summary="The trainer's report of each step, newest first")
     async def steps(cursor: EntryCursor = None, limit: Limit = 100) -> Page[StepView]:
-        page = page_of(await soon(rows(STEPS, cursor, limit + 1)), limit, lambda row: row[0])
-        views = (_step(entry, fields) for entry, fields in page.items)
-        return Page(items=[step for step in views if step is not None], next=page.next)
+        return await views_of(rows, STEPS, StepReport, _step, cursor, limit)
 
     @router.get(
         "/curves",
@@ -105,9 +103,7 @@ def record_routes(rows: Rows, trained: Trained, folder: FilePath) -> APIRouter:
 
     @router.get("/memory", operation_id="listMemory", summary="What each process held on its device, newest first")
     async def memory(cursor: EntryCursor = None, limit: Limit = 100) -> Page[MemoryView]:
-        page = page_of(await soon(rows(MEMORY, cursor, limit + 1)), limit, lambda row: row[0])
-        views = (_memory(entry, fields) for entry, fields in page.items)
-        return Page(items=[view for view in views if view is not None], next=page.next)
+        return await views_of(rows, MEMORY, MemoryReport, _memory, cursor, limit)
 
     @router.get("/rollouts", operation_id="listRollouts", summary="Groups that were trained on, newest first")
     async def rollouts(
@@ -133,8 +129,6 @@ def record_routes(rows: Rows, trained: Trained, folder: FilePath) -> APIRouter:
 
 
 def _add_group(router: APIRouter, folder: FilePath, groups: Groups) -> None:
-    """Add the routes of one group."""
-
     @router.get("/rollouts/{entry}", operation_id="getRollout", summary="One group that was trained on")
     async def rollout(entry: GroupId) -> RolloutView:
         return await soon(_group(groups, entry))
@@ -179,27 +173,11 @@ def _curves(curves: Curves, points: int, first: int | None, last: int | None) ->
     return json.dumps({**view, "whole": whole, "marks": marks}, separators=(",", ":"))
 
 
-def _step(entry: str, fields: Mapping[bytes, bytes]) -> StepView | None:
-    try:
-        report = wire.decode(fields.get(b"data", b""), StepReport)
-    except MessageError:
-        return None  # from a newer version
-    return StepView(
-        id=entry,
-        step=report.step,
-        version=report.version,
-        finished_at_s=report.finished_at_s,
-        samples=report.samples,
-        lag_counts=dict(report.lag_counts),
-        metrics=numbers(report.metrics),
-    )
+def _step(entry: str, report: StepReport) -> StepView:
+    return StepView.model_validate({"id": entry, **dataclasses.asdict(report), "metrics": numbers(report.metrics)})
 
 
-def _memory(entry: str, fields: Mapping[bytes, bytes]) -> MemoryView | None:
-    try:
-        report = wire.decode(fields.get(b"data", b""), MemoryReport)
-    except MessageError:
-        return None
+def _memory(entry: str, report: MemoryReport) -> MemoryView:
     return MemoryView.model_validate({"id": entry, **dataclasses.asdict(report)})
 
 

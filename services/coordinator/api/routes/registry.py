@@ -1,5 +1,6 @@
 """Runs on this bus over HTTP, and registration of others (docs/api.md, "Runs")."""
 
+import dataclasses
 from typing import Annotated
 
 from fastapi import APIRouter, Path, Query, Request, Response
@@ -76,16 +77,8 @@ async def _summary(parts: Parts, run_id: str) -> RunSummary | None:
     if known is None:
         return None
     status, registered = known
-    return RunSummary(
-        run_id=run_id,
-        state=status.state,
-        reason=status.reason,
-        step=status.step,
-        head=status.head,
-        created_at_s=status.created_at_s,
-        registered=registered,
-        here=run_id == parts.bus.run_id,
-    )
+    about = {"run_id": run_id, "registered": registered, "here": run_id == parts.bus.run_id}
+    return RunSummary.model_validate({**dataclasses.asdict(status), **about})
 
 
 async def _delete(parts: Parts, run_id: str) -> None:

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Awaitable, Callable
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Header, Path, Query, Response
 from starlette.exceptions import HTTPException
@@ -41,7 +41,6 @@ def run_view(text: Callable[[], Awaitable[bytes]]) -> APIRouter:
 
 
 def run_routes(parts: Parts) -> APIRouter:
-    """Return the routes under /v1/run."""
     router = run_view(parts.monitor.text)
 
     @router.get("/history", operation_id="listStates", summary="Every state of the run with its reason, newest first")
@@ -164,8 +163,7 @@ def _tagged(response: Response, settings: LiveSettings) -> LiveSettings:
 
 
 def _revision(revision: Revision) -> RevisionView:
-    fields: dict[str, Any] = dataclasses.asdict(revision)
-    return RevisionView.model_validate({name: fields[name] for name in RevisionView.model_fields})
+    return RevisionView.model_validate(dataclasses.asdict(revision))
 
 
 # ---------------------------------------------------------------- operations
@@ -193,7 +191,6 @@ def operation_routes(parts: Parts) -> APIRouter:
 
 
 def view_of(operation: Operation) -> OperationView:
-    """Return an operation's API view."""
     return OperationView.model_validate(dataclasses.asdict(operation))
 
 

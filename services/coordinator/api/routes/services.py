@@ -41,7 +41,6 @@ _READY = ("working", "waiting")
 
 
 def service_routes(parts: Parts) -> APIRouter:
-    """Return the routes under /v1/services."""
     router = APIRouter(prefix="/v1/services", tags=["services"])
 
     @router.get("", operation_id="listServices", summary="Every live replica, by name")
@@ -168,15 +167,7 @@ def dead_letter_routes(parts: Parts) -> APIRouter:
 
 
 def _letter(dead_letter: DeadLetter) -> DeadLetterView:
-    return DeadLetterView(
-        stream=dead_letter.stream,
-        entry=dead_letter.entry,
-        group=dead_letter.group,
-        reason=dead_letter.reason,
-        attempts=dead_letter.attempts,
-        buried_at_s=dead_letter.buried_at_s,
-        data_bytes=len(dead_letter.data),
-    )
+    return DeadLetterView.model_validate({**dataclasses.asdict(dead_letter), "data_bytes": len(dead_letter.data)})
 
 
 def _gone(stream: DeadLetterSource, entry: str) -> HTTPException:

@@ -29,7 +29,6 @@ from penstock.shared.bus.encoding import wire
 from penstock.shared.bus.messages import Prompt, RolloutGroup, Sample, ScoreStatus
 
 ENTRY_POINTS = "penstock.scorers"
-_MIB = 1024**2
 _LONGEST_DETAIL = 1_000
 _LONGEST_LINE = 140
 """Characters kept of an error's first line, to leave room for its location."""
@@ -119,5 +118,4 @@ def _prepare() -> child.Answerer:
 
 
 if __name__ == "__main__":
-    memory_mib, parent = int(sys.argv[2]), int(sys.argv[3])
-    child.serve(_prepare, parent, memory_mib * _MIB if memory_mib else None)
+    child.serve(_prepare, parent=int(sys.argv[2]))

@@ -17,13 +17,8 @@ class FunctionScorer:
     def __init__(self, scorer: PythonScorer) -> None:
         self.name = scorer.name
         self._scorer = scorer
-        command = (
-            sys.executable,
-            "-m",
-            "penstock.services.reward.scorers.function.function_call",
-            scorer.function,
-            str(scorer.memory_mib),
-        )
+        program = "penstock.services.reward.scorers.function.function_call"
+        command = (sys.executable, "-m", program, scorer.function)
         self._processes = Processes(command, scorer.processes, scorer.name, scorer.environment)
         self._turns = asyncio.Semaphore(scorer.processes)
 

@@ -27,7 +27,6 @@ from penstock.shared.bus import transcripts
 from penstock.shared.bus.encoding import wire
 from penstock.shared.bus.messages import Prompt, RolloutGroup, Sample
 
-_MIB = 1024**2
 _LONGEST_EXTRA = 120
 _EXTRA_CHARACTERS = 20_000
 """For all completions of an answer, which is one line of at most 64 KiB."""
@@ -183,8 +182,6 @@ def _number(value: Any, index: int) -> float | None:
 
 
 class TrlCall:
-    """One reward function."""
-
     def __init__(self, reference: str) -> None:
         self.function = load_function(reference)
 
@@ -205,7 +202,7 @@ class FunctionCall(Protocol):
 
 def serve(arguments_of_process: list[str], kind: Callable[[str], FunctionCall]) -> None:
     """Answer calls of the references that the process was started with."""
-    memory_mib, *references, parent = arguments_of_process[1:]
+    *references, parent = arguments_of_process[1:]
 
     def prepare() -> child.Answerer:
         calls = [kind(reference) for reference in references]
@@ -225,7 +222,7 @@ def serve(arguments_of_process: list[str], kind: Callable[[str], FunctionCall]) 
 
         return answer
 
-    child.serve(prepare, int(parent), int(memory_mib) * _MIB or None)
+    child.serve(prepare, int(parent))
 
 
 if __name__ == "__main__":

@@ -52,7 +52,7 @@ class TrlFunctions:
         self._scorer = scorer
         self._asked: dict[str, Json] = {"answer_field": answer_field, "steps": steps}
         program = f"penstock.services.reward.scorers.function.{_PROGRAMS[scorer.kind]}"
-        command = (sys.executable, "-m", program, str(scorer.memory_mib), *scorer.functions)
+        command = (sys.executable, "-m", program, *scorer.functions)
         self._processes = Processes(command, scorer.processes, scorer.name, scorer.environment)
         self._weights = np.array(scorer.weights or [1.0] * len(scorer.functions), dtype=np.float32)
 

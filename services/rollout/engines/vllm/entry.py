@@ -45,7 +45,6 @@ async def open_engine(opening: Opening) -> tuple[Engine, Codec]:
         hosts,
         beside_trainer=bool(settings.common_gpus),
         stop=stop_tokens(tokenizer),
-        logprobs=settings.internal.logprobs,
         kv=weights.kv,
         update=weights.update,
         shadow="bucketed" if settings.shared_devices else weights.shadow,

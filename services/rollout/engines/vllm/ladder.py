@@ -104,7 +104,6 @@ def storages(of: Iterable[torch.Tensor]) -> dict[int, int]:
 
 
 def tensors(value: object) -> Iterator[torch.Tensor]:
-    """Yield the tensors in lists."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, list | tuple):

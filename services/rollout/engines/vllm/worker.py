@@ -113,7 +113,7 @@ class PolicyWorker:
         if peers[0] and beside:
             port = peers[1] if self._rank == 0 else 0
             self._source = WeightSource(peers[0], port, lambda: self._secret, deadline_s=peers[2])
-        self.refusal = can_listen(worker.model_runner) if capture else "as internal.logprobs says"
+        self.refusal = can_listen(worker.model_runner) if capture else "as asked for"
         self.record: TokenRecord | None = None
         if not self.refusal:
             draw_alike(worker.model_runner)

@@ -181,7 +181,6 @@ class Reports:
         self.address = f"unix:{path}"
 
     def tell(self, message: Frame) -> None:
-        """Send ``message`` to every worker."""
         data = frames.pack(message)
         for writer in self._writers:
             writer.write(data)

@@ -126,7 +126,6 @@ def joined(folder: Path, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _read(folder: Path) -> _Pieces:
-    """Return the saved ranges."""
     pieces: dict[str, list[tuple[Range, Mapping[str, Tensor]]]] = defaultdict(list)
     for path in sorted(folder.rglob(f"*{_STATES}")):
         saved = torch.load(path, map_location="cpu", weights_only=True)

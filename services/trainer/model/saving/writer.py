@@ -35,8 +35,6 @@ _PINNED_BYTES = 1 << 20
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Written:
-    """What one rank wrote."""
-
     files: dict[Path, CheckpointFile]
     error: str = ""
     """Of storage."""

@@ -22,8 +22,6 @@ TURN_S = 2.0
 
 
 class CommandKind(IntEnum):
-    """What to do."""
-
     IDLE = 0
     LOAD = 1
     REPLAY = 2

@@ -168,7 +168,6 @@ async def end(bus: Bus, version: PolicyVersion, evaluations: Sequence[dict[str, 
 
 
 async def results(bus: Bus, versions: Sequence[int]) -> dict[int, bytes]:
-    """Return the results of ``versions`` that have any."""
     values = await bus.hmget(EVALUATIONS, *map(str, versions)) if versions else []
     return {version: value for version, value in zip(versions, values, strict=True) if value is not None}
 

@@ -18,6 +18,8 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import Literal
 
+from pydantic import TypeAdapter
+
 from penstock.shared.bus import streams
 from penstock.shared.bus.bus import Bus, Delivery, EntryId, read_counts
 from penstock.shared.bus.client.lua import Argument
@@ -80,25 +82,25 @@ class Rewound:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RunStatus:
-    state: RunState
-    reason: str
-    created_at_s: float
-    changed_at_s: float
-    step: int
+    state: RunState = RunState.CREATED
+    reason: str = ""
+    created_at_s: float = 0.0
+    changed_at_s: float = 0.0
+    step: int = 0
     """Committed optimizer steps."""
-    cursor: int
+    cursor: int = 0
     """Prompts admitted; the next group id."""
-    shift: int
+    shift: int = 0
     """The next prompt's dataset place is ``cursor - shift``; rollbacks move only that back."""
-    head: PolicyVersion | None
-    newest_version: PolicyVersion | None
+    head: PolicyVersion | None = None
+    newest_version: PolicyVersion | None = None
     """Newest commit; to become the head."""
-    tip: PolicyVersion | None
+    tip: PolicyVersion | None = None
     """Parent of the next version: the newest, or a rollback's target."""
-    trainer_epoch: int
-    first_admission_s: float | None
-    last_commit_s: float | None
-    paused_s: float
+    trainer_epoch: int = 0
+    first_admission_s: float | None = None
+    last_commit_s: float | None = None
+    paused_s: float = 0.0
     """Time that does not count as training: pauses, and gaps in which no process of the run was there."""
     bus_full: str = ""
     """Why admission waits for bus memory; or empty."""
@@ -260,7 +262,6 @@ class Ledger(Policies):
         )
 
     async def note_self_test(self, part: str, outcome: str) -> None:
-        """Record the outcome of a self-test."""
         await self._bus.write(RUN, "HSET", f"{_SELF_TEST}{part}", outcome)
 
     async def note_missing(self, artifact: str, why: str) -> None:
@@ -439,7 +440,6 @@ class Ledger(Policies):
         return await self._bus.last_generated(streams.JOURNAL)
 
     async def trim_journal(self, through: str) -> None:
-        """Trim the journal through an entry."""
         while await self._bus.script("trim_journal", through=through, count=_TRIMMED_AT_ONCE) == _TRIMMED_AT_ONCE:
             pass
 
@@ -474,37 +474,22 @@ class Ledger(Policies):
         return known is None or known.manifest_digest == record.manifest_digest
 
 
+_STATUS = TypeAdapter(RunStatus)
+
+
 def read_status(raw: Mapping[bytes, bytes]) -> RunStatus:
     fields = {name.decode(): value.decode() for name, value in raw.items()}
-    gpu_s, gpu_until_s = map(float, fields.get("gpu_time", "0 0").split())
-    return RunStatus(
-        state=RunState(fields.get("state", "created")),
-        reason=fields.get("reason", ""),
-        created_at_s=float(fields.get("created_at_s", 0)),
-        changed_at_s=float(fields.get("changed_at_s", 0)),
-        step=int(fields.get("step", 0)),
-        cursor=int(fields.get("cursor", 0)),
-        shift=int(fields.get("shift", 0)),
-        head=_version(fields.get("head")),
-        newest_version=_version(fields.get("newest_version")),
-        tip=_version(fields.get("tip", fields.get("newest_version"))),
-        trainer_epoch=int(fields.get("trainer_epoch", 0)),
-        first_admission_s=_optional_float(fields.get("first_admission_s")),
-        last_commit_s=_optional_float(fields.get("last_commit_s")),
-        paused_s=float(fields.get("paused_s", 0)),
-        alive_s=float(fields.get("alive_s", 0)),
-        resumed_s=float(fields.get("resumed_s", 0)),
-        bus_full=fields.get("bus_full", ""),
-        doing=fields.get("doing", ""),
-        closed="closed_at_s" in fields,
-        released=fields.get("released", ""),
-        self_tests=_of_kind(_SELF_TEST, fields),
-        missing=_of_kind(_MISSING, fields),
-        policy_step=int(fields["policy_step"]) if "policy_step" in fields else None,
-        gpu_s=gpu_s,
-        gpu_until_s=gpu_until_s,
-        rewound=Rewound(**json.loads(fields.get("rewound", "{}"))),
-    )
+    gpu_s, gpu_until_s = fields.get("gpu_time", "0 0").split()
+    derived = {
+        "tip": fields.get("tip", fields.get("newest_version")),
+        "closed": "closed_at_s" in fields,
+        "self_tests": _of_kind(_SELF_TEST, fields),
+        "missing": _of_kind(_MISSING, fields),
+        "gpu_s": gpu_s,
+        "gpu_until_s": gpu_until_s,
+        "rewound": json.loads(fields.get("rewound", "{}")),
+    }
+    return _STATUS.validate_python(fields | derived)
 
 
 def _known(**values: float | None) -> dict[str, float]:
@@ -539,7 +524,3 @@ def _journal_entry(row: Row) -> JournalEntry:
 
 def _version(number: str | bytes | None) -> PolicyVersion | None:
     return None if number is None else PolicyVersion(int(number))
-
-
-def _optional_float(number: str | None) -> float | None:
-    return None if number is None else float(number)

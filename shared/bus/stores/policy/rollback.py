@@ -3,8 +3,10 @@
 import dataclasses
 import time
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from enum import StrEnum
+
+from pydantic import TypeAdapter
 
 from penstock.shared.bus import streams
 from penstock.shared.bus.bus import Bus
@@ -57,7 +59,7 @@ class Stage(StrEnum):
 OVER = (Stage.LIVE, Stage.FAILED)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Rollback:
     id: str
     target: PolicyVersion
@@ -69,13 +71,13 @@ class Rollback:
     """Groups trained on the abandoned branch."""
     resumes: bool
     """Whether the run continues once the version is live."""
-    pause_reason: str
+    pause_reason: str = ""
     """Of the pause meanwhile that keeps the run paused; or empty."""
-    version: PolicyVersion | None
+    version: PolicyVersion | None = None
     """With the target's weights; None until published."""
-    detail: str
+    detail: str = "the trainer loads the checkpoint"
     """What it waits for, or why it failed."""
-    unloadable: str
+    unloadable: str = ""
     """Why the checkpoint cannot be loaded; or empty."""
     started_at_s: float
     changed_at_s: float
@@ -87,8 +89,8 @@ class Rollback:
 
 
 async def current_rollback(bus: Bus) -> Rollback | None:
-    raw = await bus.hgetall(ROLLBACK)
-    return _read({name.decode(): value.decode() for name, value in raw.items()}) if raw else None
+    fields = {name.decode(): value.decode() for name, value in (await bus.hgetall(ROLLBACK)).items()}
+    return _ROLLBACK.validate_python({**fields, "stage": fields["state"]}) if fields else None
 
 
 async def steer_rollback(bus: Bus, rollback: str, **fields: str | int) -> bool:
@@ -102,21 +104,4 @@ async def count_load(bus: Bus) -> int:
     return int(await bus.write(ROLLBACK, "HINCRBY", "loads", 1))
 
 
-def _read(fields: Mapping[str, str]) -> Rollback:
-    version = fields.get("version")
-    return Rollback(
-        id=fields["id"],
-        target=PolicyVersion(int(fields["target"])),
-        stage=Stage(fields["state"]),
-        reason=fields["reason"],
-        from_step=int(fields["from_step"]),
-        revoked=int(fields["revoked"]),
-        undone=int(fields["undone"]),
-        resumes=fields["resumes"] == "1",
-        pause_reason=fields.get("pause_reason", ""),
-        version=None if version is None else PolicyVersion(int(version)),
-        detail=fields.get("detail", "the trainer loads the checkpoint"),
-        unloadable=fields.get("unloadable", ""),
-        started_at_s=float(fields["started_at_s"]),
-        changed_at_s=float(fields["changed_at_s"]),
-    )
+_ROLLBACK = TypeAdapter(Rollback)

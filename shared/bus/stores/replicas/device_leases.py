@@ -88,29 +88,19 @@ class DeviceLook:
 
 async def request_devices(bus: Bus, request: DeviceRequest) -> bool:
     """Request devices; return whether they were not held already."""
-    return bool(
-        await bus.script(
-            "request_devices",
-            replica=request.replica,
-            process=request.process,
-            request=request.text,
-            devices=_keys(request.devices),
-        )
-    )
+    requested = await bus.script(
+        "request_devices", replica=request.replica, process=request.process, request=request.text,
+        devices=_keys(request.devices),
+    )  # fmt: skip
+    return bool(requested)
 
 
 async def grant_devices(bus: Bus, leader_term: int, request: DeviceRequest, ttl_s: float) -> int:
     """Grant a request; return the grant's term, or 0 if it is outdated or a device is held."""
     term: int = await bus.script(
-        "grant_devices",
-        leader_term=leader_term,
-        replica=request.replica,
-        request=request.text,
-        process=request.process,
-        phase=request.phase,
-        ttl_ms=round(ttl_s * 1000),
-        devices=_keys(request.devices),
-    )
+        "grant_devices", leader_term=leader_term, replica=request.replica, request=request.text,
+        process=request.process, phase=request.phase, ttl_ms=round(ttl_s * 1000), devices=_keys(request.devices),
+    )  # fmt: skip
     return term
 
 
@@ -123,12 +113,11 @@ async def renew_devices(bus: Bus, process: str, devices: Sequence[int], ttl_s: f
 
 async def ask_back(bus: Bus, leader_term: int, index: int, term: int, rung: int, offload_bytes: int = 0) -> bool:
     """Ask the grant of ``term`` to free a device; ``offload_bytes``: see :class:`Renewal`."""
-    device = DEVICE.of(str(index))
-    return bool(
-        await bus.script(
-            "ask_back", leader_term=leader_term, device=device, term=term, rung=rung, offload_bytes=offload_bytes
-        )
-    )
+    asked = await bus.script(
+        "ask_back", leader_term=leader_term, device=DEVICE.of(str(index)), term=term, rung=rung,
+        offload_bytes=offload_bytes,
+    )  # fmt: skip
+    return bool(asked)
 
 
 async def release_devices(
@@ -136,12 +125,9 @@ async def release_devices(
 ) -> int:
     """Release a grant and withdraw a request; ``switch_s``: duration of the switch to the phase that ends."""
     released: int = await bus.script(
-        "release_devices",
-        replica=replica,
-        process=process,
+        "release_devices", replica=replica, process=process, devices=_keys(devices),
         switch_ms="" if switch_s is None else round(switch_s * 1000),
-        devices=_keys(devices),
-    )
+    )  # fmt: skip
     return released
 
 

@@ -22,7 +22,8 @@ from penstock.shared.bus.bus import Bus
 from penstock.shared.bus.keys import key
 from penstock.shared.bus.messages import Json
 from penstock.shared.errors import SettingsError
-from penstock.shared.settings import Settings, override
+from penstock.shared.settings import Settings
+from penstock.shared.settings.reading.loading import override
 
 log = logging.getLogger(__name__)
 
@@ -51,8 +52,6 @@ FLIGHT_GROWTH = 16
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Revision:
-    """One change of the settings."""
-
     revision: int
     changes: dict[str, Json]
     """Requested: dotted key → value."""
@@ -168,7 +167,6 @@ class Live:
         await self._bus.write(LIVE, "HSET", *fields)
 
     def values(self) -> dict[str, Json]:
-        """Return the current changeable values."""
         return {key: value_of(self.settings, key) for key in CHANGEABLE}
 
 

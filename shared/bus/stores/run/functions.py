@@ -112,7 +112,6 @@ def decode(fields: Mapping[bytes, bytes]) -> History:
 
 
 async def read_functions(bus: Bus) -> History:
-    """Return the source files of every function."""
     return decode(await bus.hgetall(FUNCTIONS))
 
 

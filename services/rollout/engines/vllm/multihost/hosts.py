@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.shared.files.secret_file import read_secret
-from penstock.shared.settings import RolloutSettings
+from penstock.shared.settings.rollout import RolloutSettings
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
