@@ -97,7 +97,8 @@ class TrainerSettings(Section):
     experts, their gradients and states, and tokens travel to them. Divides the number of ranks, and of experts."""
     router_replay: bool = Field(default=False)
     """Send each token of a mixture to the experts that it went to when it was sampled, with the live scores of these. The
-    experts stay on the replicas' shelves; samples whose experts are lost are routed live. docs/models.md has the models."""
+    experts stay on the replicas' shelves; samples, or turns of episodes, whose experts are lost are routed live. docs/models.md
+    has the models."""
     gpus: tuple[NonNegativeInt, ...] = Field(default=())
     """GPU indices for the ranks, one each, among those in CUDA_VISIBLE_DEVICES, under `penstock up`.
     Empty: all."""
