@@ -30,6 +30,7 @@ from penstock.services.episodes.renderer import Renderer
 from penstock.services.episodes.replicas import Replicas
 from penstock.shared.bus import streams
 from penstock.shared.bus.assembly import bare
+from penstock.shared.bus.claims import Claims
 from penstock.shared.bus.crowd import Crowd
 from penstock.shared.bus.messages import (
     Ended,
@@ -111,11 +112,19 @@ class Turns(Protocol):
 
 
 class Episodes:
-    """The handler of entries."""
+    """The handler of entries. ``bus``: keeps the experts of tokens on its shelf; None: they are not kept."""
 
-    def __init__(self, settings: Settings, policy: Policy, replicas: Turns, driver: Driver, replica: str) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        policy: Policy,
+        replicas: Turns,
+        driver: Driver,
+        replica: str,
+        bus: Claims | None = None,
+    ) -> None:
         self._settings, self._policy, self._replicas = settings.episodes, policy, replicas
-        self._driver, self._replica = driver, replica
+        self._driver, self._replica, self._bus = driver, replica, bus
 
     async def handle(self, prompt: Prompt) -> RolloutGroup:
         """Play an episode. Raises TemporaryError, or PermanentError: it can never be played."""
@@ -144,7 +153,8 @@ class Episodes:
             reward = await self._driver.play(episode)
         if not episode.turns:
             raise TemporaryError(f"the policy had no turn: the episode ended by its {episode.ended.value}")
-        return episode.sample(reward)
+        claim = b"" if self._bus is None else await self._bus.claimed(episode.routes, prompt.group_id)
+        return episode.sample(reward, claim)
 
 
 def _cause_of(error: TemporaryError | PermanentError) -> str:
@@ -191,7 +201,7 @@ async def run(settings: Settings, replica: str) -> None:
         await _note_functions(context)
         replicas = Replicas(context.bus, context.secret)
         async with driver_of(settings, context.secret, hosts, policy.context_tokens) as driver:
-            await work(context, Episodes(settings, policy, replicas, driver, replica), replicas)
+            await work(context, Episodes(settings, policy, replicas, driver, replica, context.bus), replicas)
 
 
 @contextlib.asynccontextmanager

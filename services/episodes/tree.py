@@ -17,6 +17,7 @@ import numpy as np
 
 from penstock.services.episodes.messages import Message
 from penstock.shared.bus.messages import FinishReason, Float32Array, Int32Array, no_ids
+from penstock.shared.model.routes import join
 from penstock.shared.peers.turns import DrawnTurn
 
 
@@ -148,6 +149,11 @@ class Tree:
             support_sizes=np.concatenate(sizes) if restricted else no_ids(),
             support_ids=np.concatenate([part.support_ids for part in parts]) if restricted else no_ids(),
         )
+
+    def routes(self) -> bytes:
+        """Return the experts of its turns' tokens (``penstock.shared.model.routes``); empty: none has any."""
+        drawn = [segment.drawn for segment, _ in _rows(self._root) if segment.drawn is not None]
+        return join([(len(each.token_ids), each.routes) for each in drawn])
 
     def rows(self) -> dict[int, int]:
         """Return the row in ``segments`` of each sampled segment, by its identity."""

@@ -173,8 +173,12 @@ def _offloaded(plan: Plan, candidate: Candidate) -> list[str]:
 
 
 def _routes(plan: Plan, candidate: Candidate) -> list[str]:
-    nbytes = routes.host_bytes(plan.planner.work, candidate.layout.trainer.ranks)
-    return [f"   experts of tokens take up to {nbytes / GIB:.1f} GiB of the memory of rank 0's host"] if nbytes else []
+    work = plan.planner.work
+    on_trainer, of_episodes = routes.host_bytes(work, candidate.layout.trainer.ranks), routes.episode_bytes(work)
+    if not on_trainer:
+        return []
+    beside = f", {of_episodes / GIB:.1f} GiB of that of the services that play episodes" if of_episodes else ""
+    return [f"   experts of tokens take up to {on_trainer / GIB:.1f} GiB of the memory of rank 0's host{beside}"]
 
 
 def _reservation(plan: Plan, candidate: Candidate) -> str:
@@ -226,6 +230,7 @@ def _entry(plan: Plan, candidate: Candidate) -> dict[str, Any]:
         "checkpoint_copy_bytes": _copy_bytes(plan, candidate),
         "offloaded_states_bytes": _host_bytes(plan, candidate),
         "offloaded_inputs_bytes": offloaded_bytes(plan.planner.work, candidate.layout.trainer),
+        "routes_episodes_bytes": routes.episode_bytes(plan.planner.work),
         "routes_host_bytes": routes.host_bytes(plan.planner.work, candidate.layout.trainer.ranks),
         "checkpoint_s": checkpoint_seconds(plan.planner.work, plan.planner.cluster, candidate.layout.trainer),
         "peak_bytes": {side: peak(table) for side, table in candidate.memory.items()},

@@ -73,6 +73,8 @@ class Turns:
     """After the prompt: of tools, or an agent."""
     wait_s: float
     """Between all of its turns, for tools or an agent."""
+    most_tokens: int
+    """That one of its turns samples."""
     has_cache: bool = True
     """Whether a turn finds its history in the replica's prefix cache; else each reads it again."""
 
@@ -215,7 +217,8 @@ def with_turns(work: Workload, settings: Settings, turns: float, given_tokens: f
     has_cache = (
         bool(settings.rollout.vllm.arguments.get("enable_prefix_caching", True)) and settings.weights.kv == "keep"
     )
-    return dataclasses.replace(work, lengths=lengths, episode=Turns(turns, given_tokens, wait_s, has_cache))
+    episode = Turns(turns, given_tokens, wait_s, min(work.lengths.most, most), has_cache)
+    return dataclasses.replace(work, lengths=lengths, episode=episode)
 
 
 def _scoring_models(settings: Settings) -> Iterator[str]:

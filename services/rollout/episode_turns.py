@@ -71,7 +71,7 @@ class TurnListener:
         keeps = keeps_salt(request.salt, self._engine.version, settings.algorithm.max_lag, settings.weights.kv)
         asked = generation_of(request, settings.run.seed, self._codec, request.salt if keeps else None)
         (drawn,) = (await self._generate(asked, request.prompt.min_version, request.prompt.purpose)).samples
-        return drawn_of(drawn).frame()
+        return drawn_of(drawn, has_routes=request.prompt.purpose is Purpose.TRAIN).frame()
 
 
 def generation_of(
@@ -91,7 +91,9 @@ def generation_of(
     )
 
 
-def drawn_of(drawn: GeneratedSample) -> DrawnTurn:
+def drawn_of(drawn: GeneratedSample, *, has_routes: bool = False) -> DrawnTurn:
+    """``has_routes``: with those of the tokens from which the turn was drawn, as far as its frame has room for them."""
+    routes = drawn.routes[-len(drawn.token_ids) :] if has_routes and drawn.routes is not None else None
     return DrawnTurn(
         np.ascontiguousarray(drawn.token_ids, np.int32),
         np.ascontiguousarray(drawn.behavior_logprobs, np.float32),
@@ -100,6 +102,7 @@ def drawn_of(drawn: GeneratedSample) -> DrawnTurn:
         np.ascontiguousarray(drawn.support_sizes, np.int32),
         np.ascontiguousarray(drawn.support_ids, np.int32),
         drawn.cached_tokens,
+        b"" if routes is None or routes.nbytes > frames.PART_BYTES else routes.tobytes(),
     )
 
 

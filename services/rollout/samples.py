@@ -5,7 +5,6 @@ from collections.abc import Sequence
 
 from penstock.services.rollout.engines.engine import GeneratedSample, with_texts
 from penstock.shared.bus.bus import Bus
-from penstock.shared.bus.encoding import wire
 from penstock.shared.bus.messages import Prompt, Purpose, Sample
 
 
@@ -14,10 +13,10 @@ async def made(
 ) -> tuple[Sample, ...]:
     """Return the samples of a message about ``prompt``; without a shelf, or room on it, without a claim of routes."""
     samples = with_texts(generated, texts, supports=purpose is Purpose.TRAIN)
-    if purpose is not Purpose.TRAIN or bus.shelf is None:
+    if purpose is not Purpose.TRAIN:
         return samples
     claimed = []
     for sample, of in zip(samples, generated, strict=True):
-        claim = None if of.routes is None else await bus.shelf.put(of.routes.tobytes(), prompt.group_id)
-        claimed.append(sample if claim is None else dataclasses.replace(sample, routes=wire.encode(claim)))
+        payload = b"" if of.routes is None else of.routes.tobytes()
+        claimed.append(dataclasses.replace(sample, routes=await bus.claimed(payload, prompt.group_id)))
     return tuple(claimed)

@@ -79,7 +79,7 @@ GAUGES = {
     ),
     "routed_live": Gauge(
         "penstock_trainer_routed_live_samples",
-        "Samples of the last step whose experts were not recorded or are lost, with trainer.router_replay.",
+        "Samples of the last step, or turns of episodes, whose experts were not recorded or are lost, with trainer.router_replay.",
     ),
     "micro_batch_splits": Gauge(
         "penstock_trainer_micro_batch_splits",

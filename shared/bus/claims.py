@@ -101,6 +101,11 @@ class Claims(Commands):
         claim = await self.shelf.put(payload, int(delivery.group_id), prompt)
         return payload if claim is None else wire.encode(claim)
 
+    async def claimed(self, payload: bytes, group_id: int) -> bytes:
+        """Keep a payload of a group on the shelf; return its encoded claim, or nothing if it has not every copy."""
+        claim = await self.shelf.put(payload, group_id) if self.shelf is not None and payload else None
+        return b"" if claim is None else wire.encode(claim)
+
     async def whole(self, data: bytes) -> bytes:
         """Return what an entry carries, with payloads in place of their claims.
 

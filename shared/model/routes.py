@@ -5,9 +5,13 @@ not read; vLLM records those of the last 3 of them alone, whose reading gave the
 of K experts in each of the decoder's L layers; those of layers that are no mixtures are not read. One byte an id, two
 with more than 256 experts, in the order of the array: 384 B a token of a model with 48 layers and 8 experts a token.
 
+An episode has a byte for each of its turns, in the order of its segments, 1 or 0, and after these the routes of each
+turn with 1: of the token before its first one, and of all its own but the last.
+
 Shapes: ``P`` tokens of prompt and completion but the last, ``L`` layers, ``K`` experts per token.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -27,7 +31,7 @@ def mixtures_of(model: Any) -> dict[str, Any]:
     return {name: module for name, module in model.named_modules() if hasattr(module, "_apply_gate")}
 
 
-def unpack(payload: bytes, tokens: tuple[int, int], layers: int, top_k: int, experts: int) -> RouteArray:
+def unpack(payload: bytes | memoryview, tokens: tuple[int, int], layers: int, top_k: int, experts: int) -> RouteArray:
     """Return routes (P × L × K) of ``tokens``: of all, or the last ones that gave the completion.
 
     Raises:
@@ -40,6 +44,29 @@ def unpack(payload: bytes, tokens: tuple[int, int], layers: int, top_k: int, exp
         raise ValueError(f"expected {expected} bytes of routes, found {len(payload):,}")
     routes: RouteArray = np.frombuffer(payload, dtype=kind).reshape(-1, layers, top_k)
     return routes
+
+
+def join(turns: Sequence[tuple[int, bytes]]) -> bytes:
+    """Return an episode's payload, from the number of tokens of each turn and its routes; empty: no turn has any.
+
+    A turn with other bytes a token than the first has none.
+    """
+    token_bytes = next((len(payload) // tokens for tokens, payload in turns if payload), 0)
+    known = [bool(payload) and len(payload) == tokens * token_bytes for tokens, payload in turns]
+    parts = (payload for (_, payload), is_known in zip(turns, known, strict=True) if is_known)
+    return b"".join((bytes(known), *parts)) if any(known) else b""
+
+
+def split(payload: bytes, turns: Sequence[int]) -> tuple[npt.NDArray[np.bool_], memoryview]:
+    """Return which tokens of an episode's turns of ``turns`` tokens have routes, and the payload of these.
+
+    Raises:
+        ValueError: it is of another number of turns.
+    """
+    marks = np.frombuffer(payload[: len(turns)], np.uint8)
+    if len(marks) != len(turns) or (marks > 1).any():
+        raise ValueError(f"expected 1 or 0 for each of {len(turns)} turns, found others")
+    return np.repeat(marks == 1, turns), memoryview(payload)[len(turns) :]
 
 
 def check(routes_PLK: RouteArray, experts: int) -> None:  # noqa: N803 (shapes)

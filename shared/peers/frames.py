@@ -15,6 +15,8 @@ import msgpack
 from penstock.shared.errors import PeerError
 
 MAX_BYTES = 64 << 20
+PART_BYTES = MAX_BYTES * 3 // 4
+"""Maximum of an array that has smaller ones beside it."""
 PROBE_BYTES = 4 << 20
 """Maximum of one probe of a link."""
 _LENGTH = struct.Struct(">I")

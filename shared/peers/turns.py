@@ -3,7 +3,7 @@
 ::
 
     client ──▶ {prompt: a Prompt, token_ids, number, salt}          one at a time on a connection
-    server ──▶ {running, token_ids, logprobs, spans, sizes, ids, finish, cached}
+    server ──▶ {running, token_ids, logprobs, spans, sizes, ids, finish, cached, routes}
             or {running, not_here: why}                             another replica may draw it
             or {running, refused: why}                              none can
 
@@ -64,7 +64,8 @@ def read_request(frame: Frame) -> TurnRequest:
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class DrawnTurn:
     """T sampled tokens: ids, logprobs (nats), (first token, version) rows, and supports as in :class:`Sample`; ``cached``: tokens
-    before them that the replica's prefix cache had.
+    before them that the replica's prefix cache had; ``routes``: the experts of the tokens from which they were drawn
+    (``penstock.shared.model.routes``), or empty.
     """
 
     token_ids: Int32Array
@@ -74,6 +75,7 @@ class DrawnTurn:
     support_sizes: Int32Array = dataclasses.field(default_factory=no_ids)
     support_ids: Int32Array = dataclasses.field(default_factory=no_ids)
     cached: int = 0
+    routes: bytes = b""
 
     def frame(self) -> Frame:
         return {
@@ -84,6 +86,7 @@ class DrawnTurn:
             "ids": self.support_ids.tobytes(),
             "finish": self.finish_reason.value,
             "cached": self.cached,
+            "routes": self.routes,
         }
 
 
@@ -110,7 +113,9 @@ def read_drawn(frame: Frame) -> DrawnTurn:
     cached = _of(frame, "cached", int)
     if cached < 0:
         raise PeerError(f"expected at least 0 cached tokens of the peer, found {cached}")
-    return DrawnTurn(token_ids, logprobs, spans.reshape(-1, 2), FinishReason(finish), sizes, ids, cached)
+    return DrawnTurn(
+        token_ids, logprobs, spans.reshape(-1, 2), FinishReason(finish), sizes, ids, cached, _of(frame, "routes", bytes)
+    )
 
 
 def read_running(frame: Frame) -> int:

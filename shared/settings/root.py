@@ -320,7 +320,7 @@ def _check_quantization(settings: Settings) -> None:
 
 def _check_trainer(settings: Settings) -> None:
     least, alone = 1 + max(1, settings.sampling.min_new_tokens), settings.publishes_adapters
-    check_replay(settings.trainer, settings.algorithm, settings.rollout, settings.episodes, merges_alone=alone)
+    check_replay(settings.trainer, settings.algorithm, settings.rollout, merges_alone=alone)
     if settings.trainer.row_tokens < least:
         raise ValueError(
             f"expected {settings.trainer.row_setting} >= {least}, for a prompt and a completion of at least sampling.min_new_tokens, found "

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from penstock.shared.settings.algorithm import AlgorithmSettings
-from penstock.shared.settings.rollout import EpisodesSettings, RolloutSettings
+from penstock.shared.settings.rollout import RolloutSettings
 from penstock.shared.settings.section import OptionalPath, Section, shown
 
 DEEPSPEED_KEYS = {
@@ -97,7 +97,8 @@ class TrainerSettings(Section):
     experts, their gradients and states, and tokens travel to them. Divides the number of ranks, and of experts."""
     router_replay: bool = Field(default=False)
     """Send each token of a mixture to the experts that it went to when it was sampled, with the live scores of these. The
-    experts stay on the replicas' shelves; samples whose experts are lost are routed live. docs/models.md has the models."""
+    experts stay on the replicas' shelves; samples, or turns of episodes, whose experts are lost are routed live. docs/models.md
+    has the models."""
     gpus: tuple[NonNegativeInt, ...] = Field(default=())
     """GPU indices for the ranks, one each, among those in CUDA_VISIBLE_DEVICES, under `penstock up`.
     Empty: all."""
@@ -250,12 +251,7 @@ class TrainerSettings(Section):
 
 
 def check_replay(
-    trainer: TrainerSettings,
-    algorithm: AlgorithmSettings,
-    rollout: RolloutSettings,
-    episodes: EpisodesSettings,
-    *,
-    merges_alone: bool,
+    trainer: TrainerSettings, algorithm: AlgorithmSettings, rollout: RolloutSettings, *, merges_alone: bool
 ) -> None:
     """Raise ValueError if routers replay with what has no routes, or other routers than the trainer's.
 
@@ -264,7 +260,6 @@ def check_replay(
     for key, is_used in (
         ("adapters that vLLM merges (weights.lora)", merges_alone),
         (f"algorithm.loss = {algorithm.loss!r}", algorithm.loss in ("dpo", "cross_entropy")),
-        ("[episodes]", episodes.is_on),
         (f"rollout.engine = {rollout.engine!r}", rollout.engine not in ("transformers", "vllm")),
         (f"rollout.vllm.quantization = {rollout.vllm.quantization!r}", rollout.vllm.quantization != "none"),
     ):

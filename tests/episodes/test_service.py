@@ -118,7 +118,7 @@ class Player:
             self.tasks.append(asyncio.create_task(gateway.run()))
             self.server = AgentServer(self.settings.episodes) if self.settings.episodes.agent_url else None
             driver = AgentPlayer(self.server or AgentFunction(self.settings.episodes, self.hosts), gateway, "answer")
-        made = Episodes(self.settings, policy, known, driver, "episodes-0")
+        made = Episodes(self.settings, policy, known, driver, "episodes-0", self.bus)
         self.tasks.append(asyncio.create_task(work(context, made, known)))
         self.contexts.append(context)
 

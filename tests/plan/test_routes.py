@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from penstock.services.cli.plan import make, settings_of
+from penstock.services.episodes.messages import Message
+from penstock.services.episodes.tree import Tree
 from penstock.services.plan import report, routes
 from penstock.services.plan.hardware import GIB
 from penstock.services.plan.memory import EngineOptions, TrainerOptions, engine_memory, trainer_table
@@ -20,6 +22,7 @@ from penstock.services.trainer.batch.packing import PackedRow, micro_batch
 from penstock.services.trainer.model.routing.exchange import RouteExchange
 from penstock.services.trainer.model.routing.replay import RouterReplay
 from penstock.shared.bus.messages import FinishReason, Sample
+from penstock.shared.peers.turns import DrawnTurn
 
 LAYERS, TOP, EXPERTS = 6, 4, 64
 SIZES = {
@@ -115,3 +118,27 @@ def test_the_plan_counts_routes_on_gpus_and_hosts() -> None:
         for table in tables
     ]
     assert of_pass == [16_384 * 384 * 4, 0]
+
+
+def test_experts_of_episodes_are_planned_where_they_are_kept_and_of_a_turn_on_gpus() -> None:
+    agent = ["--episodes.environment=e:E", "--episodes.max_turns=8", '--reward.scorers=[{kind = "environment"}]']
+    flags = [*agent, "--sampling.max_new_tokens=512", "--rollout.engine=vllm", "--trainer.router_replay=true"]
+    plan = make(settings_of(None, flags), "16xH200", "30b-a3b", turns="4,600,2.5")
+    work = plan.planner.work
+    assert work.lengths.most == 8 * 512
+    assert routes.record_bytes(work, 256, math.inf) == pytest.approx(3 * 256 * (512 + 128) * 384, rel=0.001), "a turn's"
+    turn = DrawnTurn(
+        np.zeros(int(work.lengths.mean / 4), np.int32),
+        np.zeros(int(work.lengths.mean / 4), np.float32),
+        np.zeros((1, 2), np.int32),
+        FinishReason.STOP,
+        routes=bytes(384 * int(work.lengths.mean / 4)),
+    )
+    tree, after = Tree(), None
+    for number in range(4):
+        at, _ = tree.place(np.array([number], np.int32), after)
+        after = tree.add(at, turn, after, (), Message("assistant"))
+    episodes = work.slots * work.group_size
+    assert routes.episode_bytes(work) == pytest.approx(episodes * len(tree.routes()), rel=0.01)
+    assert routes.host_bytes(work, 1) == pytest.approx(2 * work.samples * len(tree.routes()), rel=0.01)
+    assert f"{routes.episode_bytes(work) / GIB:.1f} GiB of that of the services that play episodes" in report.text(plan)

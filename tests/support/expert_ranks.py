@@ -34,6 +34,7 @@ from penstock.services.trainer.phases import Phases
 from penstock.services.trainer.rank_group import start_ranks
 from penstock.services.trainer.self_test import self_test, unmodified_model
 from penstock.shared.errors import SettingsError
+from penstock.shared.model import routes
 from penstock.shared.model.routes import mixtures_of
 from penstock.shared.settings import Settings, TrainerSettings
 from tests.support import tiny, tolerance
@@ -332,8 +333,12 @@ def imbalance(together: int = 1) -> tuple[float, float]:
     return experts.take_imbalance(ours.policy)["expert_imbalance"], sum(means) / len(means)
 
 
-def routed(plan: replay.RouterReplay) -> tuple[list[Any], dict[bytes, bytes]]:
-    """Groups with claims of random routes, which agree about a group's prompt, and these."""
+TREE = ((0, -1, 1), (1, 0, 0), (3, 1, 1), (4, 0, 1))
+"""A turn, an observation, a turn, and another one after the first."""
+
+
+def routed(plan: replay.RouterReplay, *, episodes: bool) -> tuple[list[Any], dict[bytes, bytes]]:
+    """Groups with claims of random routes, which agree about a group's prompt, and these; ``episodes``: samples are trees."""
     generator, known, data = np.random.default_rng(0), dict[bytes, bytes](), []
 
     def drawn(tokens: int) -> Any:
@@ -344,14 +349,23 @@ def routed(plan: replay.RouterReplay) -> tuple[list[Any], dict[bytes, bytes]]:
         prompt, samples = drawn(len(experience.group.prompt_token_ids)), list[Any]()
         for sample in experience.group.samples:
             claim = f"{experience.group_id} {len(samples)}".encode()
-            known[claim] = np.concatenate([prompt, drawn(len(sample.token_ids) - 1)]).tobytes()
+            payload = np.concatenate([prompt, drawn(len(sample.token_ids) - 1)]).tobytes()
+            if episodes:
+                tree = TREE if len(sample.token_ids) > TREE[-1][0] else TREE[:1]
+                sample = dataclasses.replace(sample, segments=np.array(tree, np.int32))
+                rows = np.concatenate([prompt[-1:], drawn(sample.sampled_tokens - 1)])
+                turns = np.split(rows, (1, 2)) if tree is TREE else [rows]
+                payload = routes.join([(len(own), own.tobytes()) for own in turns])
+            known[claim] = payload
             samples.append(dataclasses.replace(sample, routes=claim))
         group = dataclasses.replace(experience.group, samples=tuple(samples))
         data.append(dataclasses.replace(experience, group=group))
     return data, known
 
 
-def replayed(parallel: int, zero_stage: int = 1, *, is_lossy: bool = False, **tables: Any) -> dict[str, Any]:
+def replayed(
+    parallel: int, zero_stage: int = 1, *, is_lossy: bool = False, episodes: bool = False, **tables: Any
+) -> dict[str, Any]:
     """Figures and weights of a step with random routes; ``is_lossy``: of which one sample's are lost and one's are another
     model's, and the figures of a step without any.
     """
@@ -359,7 +373,7 @@ def replayed(parallel: int, zero_stage: int = 1, *, is_lossy: bool = False, **ta
     model = adapter.add(tiny.mixture(0).requires_grad_(True), of.policy, zero_stage)
     policy = Policy(model, packing=of.trainer.packing).train()
     policy.trunk.replay = plan = replay.install(policy.model)
-    trained, (data, known) = TrainingEngine(policy, of, "cpu"), routed(plan)
+    trained, (data, known) = TrainingEngine(policy, of, "cpu"), routed(plan, episodes=episodes)
     learner = Learner(trained, of, Phases(), critic(of))
     if is_lossy:
         lost, wrong, *_ = known
@@ -424,8 +438,10 @@ def pair(folder: Path) -> dict[str, Any]:
     scenes["replayed with a critic"] = [replayed(parallel, algorithm=ACTOR_CRITIC) for parallel in (1, 2)]
     scenes["replayed with adapters"] = [replayed(1, stage, rank=4) for stage in (1, 3)]
     scenes["replayed"], scenes["replayed in part"] = replayed(1), replayed(1, is_lossy=True)
+    scenes["replayed episodes"] = replayed(1, episodes=True)
     for name, (parallel, stage, options) in REPLAYED.items():
         scenes[f"replayed {name}"] = replayed(parallel, stage, trainer=options)
+        scenes[f"replayed episodes {name}"] = replayed(parallel, stage, trainer=options, episodes=True)
     scenes["imbalance"] = imbalance()
     scenes["refusals"] = refusals()
     return scenes

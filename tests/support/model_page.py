@@ -62,8 +62,11 @@ Rounding may send a token to other experts in a replica than in the trainer. Wit
 trainer sends the token there, with its own router's live scores and their gradients. The experts stay on the replicas' [shelves](reference/bus.md#shelves), a byte each, and need another replica or
 reward service for the second copy. A sample whose experts are lost is routed live and counted (`routed_live`). Critics and references route live.
 
+[Episodes](episodes.md) have the experts of the tokens from which each turn was drawn, on the shelves of the services that play them, in whatever branch the turn is. What agents and tools
+give, and the last token of a turn, is routed live; so is a turn without a record, which `routed_live` counts alone.
+
 It works with ranks that share experts, or rows, at all ZeRO stages, and with adapters that replicas receive merged.
-Refused are `[episodes]`, whose trees have no experts, and adapters that vLLM merges itself.
+Adapters that vLLM merges itself are refused.
 
 With `rollout.engine = "transformers"`: the model types above. With `"vllm"` (0.26 or 0.32, `glm4_moe` with 0.32 only, unquantised) {families}, of which float32 weights on CPUs give the
 experts that the trainer chooses by itself, and without kernels that choose experts themselves. vLLM records the experts of the tokens from which a

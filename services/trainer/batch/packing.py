@@ -158,12 +158,22 @@ class TeacherTokens:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RoutedSample:
-    """The claim of a sample's routes (``Sample.routes``), and the place of each of its positions in the row, or −1."""
+    """The claim of a sample's routes (``Sample.routes``), and the place of each of its positions in the row, or −1: of prompt
+    and completion but the last token, or of the tokens from which those of an episode's turns were drawn.
+    """
 
     claim: bytes
+    """Empty: it has no routes, and no positions here."""
     columns_P: Int64Array
     drawn: int
-    """Tokens of the completion."""
+    """Tokens of the completion, or of all turns."""
+    turns: tuple[int, ...] = ()
+    """Tokens of each turn; empty: a completion."""
+
+    @property
+    def lengths(self) -> tuple[int, int, tuple[int, ...]]:
+        """What the size of its payload depends on."""
+        return len(self.columns_P), self.drawn, self.turns
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -189,7 +199,6 @@ class MicroBatch:
     teacher: TeacherTokens | None = None
     """None: no sample has them."""
     routed: tuple[RoutedSample, ...] = ()
-    """Samples whose experts are known."""
     merged: int = 0
     """Rows in which equal beginnings of completions are computed once."""
     ranks: int = 1
@@ -277,13 +286,16 @@ def micro_batch(rows: Sequence[PackedRow], sizes: ModelSizes = TOKENS_ALONE) -> 
 
 
 def _routed(row: PackedRow, start: int) -> list[RoutedSample]:
-    """Return the completions of a row at ``start`` whose experts are known: of the prompt and all tokens but the last."""
+    """Return where the samples of a row at ``start`` may have routes."""
     prompt, routed = np.arange(len(row.prompt_token_ids)), []
     for sample, before in zip(row.samples, row.layout.before_S, strict=True):
-        if sample.routes and not len(sample.segments):
-            places = np.concatenate([prompt, before[1:]])
-            columns = np.where(places < 0, -1, places + start)
-            routed.append(RoutedSample(sample.routes, columns, len(sample.token_ids)))
+        lengths = np.diff(np.append(sample.segments[:, 0], len(sample.token_ids)))
+        turns = tuple(lengths[sample.segments[:, 2] == 1].tolist())
+        places = prompt[:0]
+        if sample.routes:
+            places = before[sample.sampled] if turns else np.concatenate([prompt, before[1:]])
+        columns = np.where(places < 0, -1, places + start)
+        routed.append(RoutedSample(sample.routes, columns, sample.sampled_tokens, turns))
     return routed
 
 

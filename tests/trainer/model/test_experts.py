@@ -134,6 +134,14 @@ def test_a_step_with_routes_is_the_same_however_ranks_divide_it(two: dict[str, A
     assert_the_same_step(divided, whole, "loss", "grad_norm", "kl_mean")
 
 
+@pytest.mark.parametrize("name", expert_ranks.REPLAYED)
+def test_a_step_with_routes_of_turns_is_the_same_however_ranks_divide_it(two: dict[str, Any], name: str) -> None:
+    whole, divided = two["replayed episodes"], two[f"replayed episodes {name}"]
+    assert (divided["measured"]["routed_live"], whole["measured"]["routed_live"]) == (0, 0)
+    assert 0.5 < whole["measured"]["replayed_fraction"] < two["replayed"]["measured"]["replayed_fraction"]
+    assert_the_same_step(divided, whole, "loss", "grad_norm", "kl_mean")
+
+
 def test_adapters_are_trained_with_routes_at_zero_stage_3_as_at_1(two: dict[str, Any]) -> None:
     first, third = two["replayed with adapters"]
     assert first["measured"]["replayed_fraction"] == 1

@@ -27,21 +27,18 @@ class RouteExchange:
     def exchange(self, batches: Sequence[MicroBatch]) -> tuple[dict[str, float], str]:
         """Take the routes of this rank's passes; return the step's figures and a digest of what has routes. Collective."""
         self._replay.forget()
-        lengths = {
-            (each.claim, (len(each.columns_P), each.drawn)) for batch in batches for each in batch.computed.routed
-        }
+        lengths = {(each.claim, each.lengths) for batch in batches for each in batch.computed.routed if each.claim}
         known_once = Counter(claim for claim, _ in lengths)  # a claim of samples of several lengths is none's
         tokens = {claim: length for claim, length in lengths if known_once[claim] == 1}
-        taken = set()
+        taken: dict[bytes, int] = {}
         for claim, payload in self._scattered(sorted(tokens)).items():
             try:
-                self._replay.take(claim, payload, *tokens[claim])
-                taken.add(claim)
+                taken[claim] = self._replay.take(claim, payload, *tokens[claim])
             except ValueError as error:
                 log.warning("sample routed live", extra={"reason": str(error)})
         replayed = sum(self._columns(batch) for batch in batches)
-        # equal completions of a group have one claim
-        live = sum(len(batch.places_S) - sum(each.claim in taken for each in batch.routed) for batch in batches)
+        routed = [each for batch in batches for each in batch.routed]  # equal completions of a group have one claim
+        live = sum(max(1, len(each.turns)) - taken.get(each.claim, 0) for each in routed)
         sums = torch.tensor([replayed, sum(batch.tokens for batch in batches), live], dtype=torch.float64)
         dist.all_reduce(sums, group=host_group())
         of_ranks: list[list[bytes]] = [[]] * dist.get_world_size()

@@ -41,20 +41,33 @@ class RouterReplay:
         self.layers = layers
         """The places of the mixtures among the decoder's layers."""
         self.decoder_layers, self.experts, self.top_k = decoder_layers, experts, top_k
-        self._known: dict[bytes, RouteArray] = {}
+        self._known: dict[bytes, tuple[RouteArray, Int64Array | slice]] = {}
+        """By claim: the routes, and the places of their tokens among the sample's."""
         self._routes_TLK: Tensor | None = None
 
     def __deepcopy__(self, _: Any) -> "RouterReplay":
         return self
 
-    def take(self, claim: bytes, payload: bytes, positions: int, drawn: int) -> None:
-        """Keep the routes of a sample, of ``positions`` tokens, or the last of them, from which ``drawn`` tokens were drawn;
-        raises ValueError if they cannot be this model's.
+    def take(self, claim: bytes, payload: bytes, positions: int, drawn: int, turns: tuple[int, ...] = ()) -> int:
+        """Keep the routes of a sample, of ``positions`` tokens, or the last of them, from which ``drawn`` tokens were drawn, or of
+        an episode's ``turns``; return of how many turns, 1 of a completion.
+
+        Raises:
+            ValueError: they cannot be this model's.
         """
-        tokens = positions, drawn
+        if not turns:
+            routes_PLK = self._unpacked(payload, (positions, drawn))
+            self._known[claim] = routes_PLK, slice(positions - len(routes_PLK), positions)
+            return 1
+        known_P, rest = routes.split(payload, turns)
+        places_P = np.flatnonzero(known_P)
+        self._known[claim] = self._unpacked(rest, (len(places_P), len(places_P))), places_P
+        return int(known_P[np.cumsum(turns) - 1].sum())
+
+    def _unpacked(self, payload: bytes | memoryview, tokens: tuple[int, int]) -> RouteArray:
         routes_PLK = routes.unpack(payload, tokens, self.decoder_layers, self.top_k, self.experts)[:, self.layers]
         routes.check(routes_PLK, self.experts)
-        self._known[claim] = routes_PLK
+        return routes_PLK
 
     def forget(self) -> None:
         """Drop all routes."""
@@ -62,12 +75,13 @@ class RouterReplay:
 
     def columns_of(self, sample: RoutedSample) -> Int64Array:
         """Return the places in the row of the tokens whose routes are known, or −1."""
-        known = self._known.get(sample.claim, ())
-        return sample.columns_P[len(sample.columns_P) - len(known) :]
+        return sample.columns_P[self._known[sample.claim][1] if sample.claim in self._known else slice(0)]
 
     def routes_of(self, batch: MicroBatch, device: torch.device) -> Tensor | None:
         """Return the known routes of a pass's tokens (T × L × K, int32), −1 elsewhere; None: all are live."""
-        known = [(self._known[each.claim], self.columns_of(each)) for each in batch.routed if each.claim in self._known]
+        known = [
+            (self._known[each.claim][0], self.columns_of(each)) for each in batch.routed if each.claim in self._known
+        ]
         if not known:
             return None
         routes_TLK = np.full((batch.input_ids_BT.size, len(self.layers), self.top_k), -1, np.int32)

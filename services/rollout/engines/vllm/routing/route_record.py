@@ -20,13 +20,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from penstock.shared.peers.frames import MAX_BYTES, Frame
+from penstock.shared.peers.frames import PART_BYTES, Frame
 
 PAGE = 64
 """Places of a page; a request has one more than it needs."""
 _FIRST_PAGES = 64
-_MOST_BYTES = MAX_BYTES * 3 // 4
-"""Of a sample, that its message has room for."""
 
 
 def sent(array: npt.NDArray[np.int64], device: torch.device) -> torch.Tensor:
@@ -118,6 +116,6 @@ class RouteRecord:
 
     def frame(self, routes: torch.Tensor) -> Frame | None:
         """Return a part of a worker's message; None: not kept, or too large."""
-        if not len(routes) or routes.nbytes > _MOST_BYTES:
+        if not len(routes) or routes.nbytes > PART_BYTES:
             return None
         return {"kind": self._kind, "shape": list(routes.shape), "ids": routes.numpy().tobytes()}
