@@ -105,7 +105,11 @@ class Shelf:
             clock_s = asyncio.get_running_loop().time
             until_s = clock_s() + _COPIES_S
             for beat in others:
-                if len(kept) < needed and clock_s() < until_s and await self._copied(beat, group_id, digest, payload, until_s):
+                if (
+                    len(kept) < needed
+                    and clock_s() < until_s
+                    and await self._copied(beat, group_id, digest, payload, until_s)
+                ):
                     kept.append(beat)
             if len(kept) == needed:
                 is_apart = not needed or any(map(_is_elsewhere, kept))
