@@ -96,7 +96,7 @@ def _letter(source: DeadLetterSource, row: Row) -> DeadLetter:
         entry=entry,
         group=fields.get(b"id", b"").decode(errors="replace"),
         reason=fields.get(b"reason", b"").decode(errors="replace"),
-        attempts=int(fields.get(b"attempts", 0)),
+        attempts=max(0, streams.count_in(fields, b"attempts")),
         buried_at_s=int(entry.partition("-")[0]) / 1000,
         data=fields.get(b"data", b""),
     )
