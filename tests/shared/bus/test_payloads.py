@@ -269,4 +269,6 @@ async def test_a_step_of_which_a_payload_is_lost_is_not_replayed_in_part(bus: Bu
 async def test_a_dead_letter_that_no_process_of_the_run_wrote_is_listed(bus: Bus) -> None:
     await bus.append(ROLLOUTS.dead, {"id": "7", "attempts": "\xc6", "reason": "mine"})
     assert await newest_reason(bus) == "mine"
-    assert [(letter.group, letter.attempts) for letter in await read_page(bus, "", 5, None)] == [("7", 0)]
+    await bus.append(ROLLOUTS.dead, {"id": "A" * 100_000, "reason": "long"})
+    letters = await read_page(bus, "", 5, None)
+    assert [(letter.group, letter.attempts) for letter in letters] == [("7", 0), ("A" * 100, 0)]
