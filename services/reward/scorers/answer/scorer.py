@@ -192,7 +192,8 @@ class AnswerMatcher:
     def _unreadable(self, answer: str, attempts: tuple[Attempt, ...]) -> str | None:
         if self._scorer.mode == "numeric":
             given = [pair[1] for attempt in attempts for pair in attempt.pairs]
-            numeric = _is_number(answer) or any(plain_numbers.read(text) is not None for text in given)
+            is_short = len(answer) <= _LONGEST_COMPLETION  # reading a text of any length would hold the event loop
+            numeric = (is_short and _is_number(answer)) or any(plain_numbers.read(text) is not None for text in given)
             return None if numeric else f"expected a number, found {answer[:80]!r}"
         if len(answer) > matching.LONGEST_FORMULA and not attempts:
             return f"expected a formula of at most {matching.LONGEST_FORMULA} characters, or a sentence that states one"
