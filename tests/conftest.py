@@ -12,7 +12,7 @@ import uuid
 import warnings
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import hypothesis
 import pydantic.v1  # noqa: F401 (FastAPI imports it late; pytest parses it, and CPython 3.11 fails if a finalizer runs meanwhile)
@@ -194,19 +194,11 @@ def helm() -> None:
 
 @pytest.fixture(scope="module")
 def one_rank() -> Iterator[None]:
-    """Make this process the only rank. DeepSpeed keeps its process group, and its buffers of 2 GB each, untouched: many of
-    them are one mapping, with which the kernel lets nothing of this process fork. So they are small."""
+    """Make this process the only rank. DeepSpeed keeps its process group."""
     import torch
     import torch.distributed as dist
 
-    from penstock.services.trainer.model import engine
     from penstock.services.trainer.rank_group import start_ranks
-
-    made = engine._config
-
-    def with_small_buffers(*given: Any, **named: Any) -> dict[str, Any]:
-        config = made(*given, **named)
-        return {**config, "zero_optimization": {"reduce_bucket_size": 10_000_000, **config["zero_optimization"]}}
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -215,9 +207,7 @@ def one_rank() -> Iterator[None]:
         if not dist.is_initialized():
             start_ranks("cpu")
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(engine, "_config", with_small_buffers)
-        yield
+    yield
     torch.set_num_threads(threads)
 
 

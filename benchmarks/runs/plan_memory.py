@@ -64,6 +64,8 @@ class Configuration:
     """The snapshots."""
     cap: int = 16_384
     steps: int = 2
+    bucket: float = 0.0
+    """Gradients; 0: the trainer's choice."""
 
     @property
     def held_snapshots(self) -> int:
@@ -110,6 +112,7 @@ def predicted(of: Configuration, limit_bytes: float) -> Table:
         checkpointing=checkpointing,
         snapshots=of.held_snapshots,
         sharded=of.sharded,
+        bucket=of.bucket,
     )
     table, _ = trainer_table(work, options, limit_bytes)
     return {phase: [part for part in parts if part.name != "context"] for phase, parts in table.items()}
@@ -222,6 +225,7 @@ def _settings(of: Configuration, device: str, folder: Path) -> Any:
             "trainer": {
                 "ranks": of.ranks, "zero_stage": of.zero_stage, "micro_batch_tokens": of.cap,
                 "optimizer": of.optimizer, "gradient_checkpointing": of.checkpointing,
+                "deepspeed": {"zero_optimization": {"reduce_bucket_size": int(of.bucket)}} if of.bucket else {},
             },
             "weights": {"snapshots": "sharded" if of.sharded else "whole"},
         }
@@ -288,7 +292,7 @@ def _folded(parts: Iterable[tuple[str, float]]) -> dict[str, float]:
 def recompared(stored: Mapping[str, Any]) -> dict[str, Any]:
     """Return a stored result's deviation from today's plan, and from the plan when it was measured."""
     names = {field.name for field in dataclasses.fields(Configuration)}
-    of = Configuration(**{name: stored[name] for name in names & stored.keys()})
+    of = Configuration(**{"bucket": 5e8} | {name: stored[name] for name in names & stored.keys()})  # older: DeepSpeed's
     table = predicted(of, stored.get("capacity_bytes", _H200) - _CONTEXT)
     predicted_bytes, measured_bytes = peak(table), stored["measured_bytes"]
     deviation = predicted_bytes / measured_bytes - 1

@@ -18,7 +18,7 @@ from penstock.services.plan.measured import Corrections, Measured
 from penstock.services.plan.memory import TrainerOptions
 from penstock.services.plan.rates import SLOWED
 from penstock.services.plan.report import Plan, text
-from penstock.services.plan.workload import Workload, snapshots_of, with_turns, workload_of
+from penstock.services.plan.workload import Workload, bucket_of, snapshots_of, with_turns, workload_of
 from penstock.shared.errors import SettingsError
 from penstock.shared.settings import SETTINGS_FILE, RunKind, Settings, given_tables, load
 
@@ -172,6 +172,7 @@ def preferences(settings: Settings) -> Preferences:
         chunk_tokens=settings.internal.logits_chunk_tokens,
         snapshots=snapshots_of(settings),
         sharded=settings.weights.snapshots == "sharded",
+        bucket=bucket_of(settings),
     )
     return Preferences(options, rollout.max_groups, rollout.vllm.gpu_memory_utilization)
 

@@ -25,7 +25,7 @@ from penstock.services.plan.memory import (
     total,
     trainer_table,
 )
-from penstock.services.plan.workload import Workload, snapshots_of, workload_of
+from penstock.services.plan.workload import Workload, bucket_of, snapshots_of, workload_of
 from penstock.shared.errors import SettingsError
 from penstock.shared.model.context import read_config
 from penstock.shared.process.gpus import visible_names
@@ -188,6 +188,7 @@ def _trainer(settings: Settings, work: Workload, rank: int = 0, *, offload: str 
         expert_parallel=trainer.expert_parallel,
         snapshots=snapshots_of(settings),
         sharded=settings.weights.snapshots == "sharded",
+        bucket=bucket_of(settings),
     )
     table, _ = trainer_table(work, options, 0.0)
     own = _COUNTED if not rank or options.sharded else _COUNTED[:-1]  # rank 0 alone has whole snapshots

@@ -30,7 +30,7 @@ CONTEXT = 0.6 * GIB
 """CUDA, cuBLAS and the program."""
 _NCCL = 1.0 * GIB
 _BUCKET = 5e8
-"""Gradients in DeepSpeed's bucket, which is allocated whole at the first gradient and freed after the last pass."""
+"""Most gradients in DeepSpeed's bucket (services/trainer/model/engine.py), which is freed after the last pass."""
 _GATHERED = 2e9
 """Weights that live at a time at ZeRO stage 3."""
 _RESERVE = 1.1
@@ -98,6 +98,8 @@ class TrainerOptions:
     """Ranks that compute a long sample together; each computes no more tokens than without."""
     expert_parallel: int = 1
     """Ranks that share one copy of the experts."""
+    bucket: float = 0.0
+    """Gradients of DeepSpeed's bucket as set; 0: the trainer's choice."""
 
     def shards(self, from_stage: int) -> int:
         """Return over how many ranks something is cut that ZeRO shards from ``from_stage`` on."""
@@ -186,12 +188,11 @@ def _of_critic(work: Workload, critic: Shape) -> Workload:
 
 
 def _gradients(work: Workload, options: TrainerOptions) -> list[Component]:
-    experts = 0 if work.lora_rank else work.shape.expert_weights
-    held = options.held(work.trained, experts, 2) * work.weight_bytes
+    held = options.held(work.trained, work.trained_experts, 2) * work.weight_bytes
     parts = [Component("gradients", held, "set trainer.zero_stage = 2")]
     if not options.zero_stage:
         return parts
-    buffers = _BUCKET * work.weight_bytes
+    buffers = _bucket(work, options)
     if options.zero_stage == 3:
         buffers += min(_GATHERED, work.policy_bytes)
     elif options.zero_stage == 2 and options.offload == "none":
@@ -204,7 +205,11 @@ def _held(work: Workload, options: TrainerOptions) -> list[Component]:
     if options.zero_stage < 3 or options.offload != "none":
         return []
     gradients, reduction = _gradients(work, options)
-    return [gradients, dataclasses.replace(reduction, nbytes=_BUCKET * work.weight_bytes)]
+    return [gradients, dataclasses.replace(reduction, nbytes=_bucket(work, options))]
+
+
+def _bucket(work: Workload, options: TrainerOptions) -> float:
+    return (options.bucket or min(_BUCKET, options.held(work.trained, work.trained_experts, 4))) * work.weight_bytes
 
 
 def _without(parts: Components, counted: Components) -> list[Component]:
@@ -300,19 +305,14 @@ def _all_logits(work: Workload, options: TrainerOptions) -> float:
 def _kept(work: Workload, options: TrainerOptions, free_bytes: float) -> tuple[int, bool]:
     """Return the layers that are not recomputed, and whether all logits are kept, as ``model.recomputation`` decides."""
     layers = work.shape.layers
-    if options.checkpointing is not True and options.checkpointing != "auto":
-        return layers, False
-    if options.checkpointing is True:
-        return 0, False
+    if options.checkpointing != "auto":
+        return 0 if options.checkpointing else layers, False
     saved, inputs = _layer_bytes(work, options)
     room = free_bytes - total(activations(work, options, 1))
     keeps_logits = bool(options.chunk_tokens) and _all_logits(work, options) * _RESERVE <= room
     room -= _all_logits(work, options) * keeps_logits
     added = saved if offloaded_bytes(work, options) else saved - inputs
     return max(1, min(layers, 1 + int(room // max(1.0, _RESERVE * added)))), keeps_logits
-
-
-# ---------------------------------------------------------------- engines
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -157,6 +157,16 @@ class Workload:
         shape = self.shape
         return shape.layers * self.lora_rank * shape.linear_sides if self.lora_rank else shape.weights
 
+    @property
+    def trained_experts(self) -> int:
+        """Those of them that are of experts."""
+        return 0 if self.lora_rank else self.shape.expert_weights
+
+
+def bucket_of(settings: Settings) -> float:
+    """Return the gradients that trainer.deepspeed wants reduced at a time; 0: it does not say."""
+    return float(settings.trainer.deepspeed.get("zero_optimization", {}).get("reduce_bucket_size", 0))
+
 
 def snapshots_of(settings: Settings) -> int:
     """Return the copies of the policy that rank 0 keeps on its GPU (services/trainer/rank0/publication.py)."""

@@ -89,3 +89,9 @@ GROUPED_STREAMS = (*TRAINING_STREAMS, *EVALUATION_STREAMS, PUBLISHED)
 
 for _stream in (*GROUPED_STREAMS, JOURNAL, POLICY, STEPS, EVENTS, AUDIT, HOLDS, HISTORY, MEMORY, QUESTIONS, ANSWERS):
     declare(_stream)
+
+
+def count_in(fields: Mapping[bytes, bytes], name: bytes) -> int:
+    """Return the number in a field of an entry; -1: it has none, so that no process of the run wrote it."""
+    text = fields.get(name, b"")
+    return int(text) if text.isdigit() and len(text) < 16 else -1

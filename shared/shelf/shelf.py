@@ -42,6 +42,8 @@ _AGAIN_S = 0.5
 _COPIES = 2
 _COPIES_S = 10.0
 """For all copies of a payload, after which the bus carries it."""
+_AVOIDED_S = 10.0
+"""After which a shelf that did not answer in time is asked again, by one request."""
 _AT_ONCE = 16
 """Connections of a process: a listener admits 64 that are not through their handshake yet."""
 _LOST_ERRORS = (PeerError, OSError, TimeoutError)
@@ -81,6 +83,8 @@ class Shelf:
         self._partners: list[Heartbeat] = []
         self._partners_until_s = 0.0
         self._silent_since_s: dict[str, float] = {}
+        self._avoided_until_s: dict[str, float] = {}
+        """By replica whose shelf did not answer in time, whatever its heartbeats say."""
         self.values = {"shelf_bytes": 0.0, "shelf_inline": 0.0}
         """For the heartbeat: bytes here, and payloads that the bus had to carry."""
         for outcome in ("shelved", "same_host", "inline"):
@@ -98,11 +102,15 @@ class Shelf:
         digest = await asyncio.to_thread(lambda: hashlib.sha256(payload).hexdigest())
         if len(others) >= needed and await self._stored(group_id, digest, payload):
             self.values["shelf_bytes"] = float(self._store.nbytes)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_COPIES_S):
-                    for beat in others:
-                        if len(kept) < needed and await self._copied(beat, group_id, digest, payload):
-                            kept.append(beat)
+            clock_s = asyncio.get_running_loop().time
+            until_s = clock_s() + _COPIES_S
+            for beat in others:
+                if (
+                    len(kept) < needed
+                    and clock_s() < until_s
+                    and await self._copied(beat, group_id, digest, payload, until_s)
+                ):
+                    kept.append(beat)
             if len(kept) == needed:
                 is_apart = not needed or any(map(_is_elsewhere, kept))
                 PUT.labels("shelved" if is_apart else "same_host").inc()
@@ -120,9 +128,9 @@ class Shelf:
             return False
         return True
 
-    async def _copied(self, beat: Heartbeat, group_id: int, digest: str, payload: bytes) -> bool:
+    async def _copied(self, beat: Heartbeat, group_id: int, digest: str, payload: bytes, until_s: float) -> bool:
         try:
-            async with self._connections:
+            async with self._asking(beat.replica, until_s):
                 if await protocol.put(beat.shelf, self._secret, group_id, digest, payload):
                     return True
             reason = "its shelf is full"
@@ -131,6 +139,32 @@ class Shelf:
         log.warning("no copy", extra={"group": group_id, "holder": beat.replica, "reason": reason})
         self._partners = [other for other in self._partners if other.replica != beat.replica]
         return False
+
+    @contextlib.asynccontextmanager
+    async def _asking(self, replica: str, until_s: float | None = None) -> AsyncIterator[None]:
+        """Take a connection to a shelf until ``until_s`` of the event loop's time. Raises PeerError: it did not answer in
+        time a moment ago, or the request that asks it again has no answer yet; TimeoutError.
+        """
+        avoided_s = self._avoided_until_s.get(replica, 0.0)
+        if avoided_s > time.monotonic():
+            raise PeerError("it did not answer in time a moment ago")
+        if avoided_s:
+            self._avoided_until_s[replica] = time.monotonic() + protocol.STALLED_S
+        async with asyncio.timeout_at(until_s):
+            await self._connections.acquire()
+        try:
+            async with asyncio.timeout_at(until_s):
+                yield
+        except TimeoutError:
+            self._avoided_until_s[replica] = time.monotonic() + _AVOIDED_S
+            raise
+        except (PeerError, OSError):
+            self._avoided_until_s.pop(replica, None)
+            raise
+        else:
+            self._avoided_until_s.pop(replica, None)
+        finally:
+            self._connections.release()
 
     async def _others(self) -> Sequence[Heartbeat]:
         """Return replicas that may hold copies, those of other hosts first; the same ones for a while."""
@@ -176,7 +210,7 @@ class Shelf:
         beat = await heartbeat_of(self._bus, holder.replica)
         address = beat.shelf if beat is not None and beat.shelf else holder.address
         asked = (address, self._secret, holder.replica, claim.group_id, claim.digest, claim.size)
-        async with self._connections:
+        async with self._asking(holder.replica):
             payload = await protocol.get(*asked)
         if payload is None and beat is None:
             raise PeerError("another process listens at the holder's address")
@@ -184,9 +218,11 @@ class Shelf:
         return payload
 
     async def _may_return(self, replica: str, started_s: float) -> bool:
-        """Whether to wait for a silent holder: for each at most ``lost_after_s``, not for each of its payloads."""
+        """Whether to wait for a silent holder: for each at most ``lost_after_s``, not for each of its payloads, unless
+        it has a heartbeat and just refuses connections.
+        """
         since_s = self._silent_since_s.setdefault(replica, time.monotonic())
-        if await heartbeat_of(self._bus, replica) is not None:
+        if replica not in self._avoided_until_s and await heartbeat_of(self._bus, replica) is not None:
             since_s = max(since_s, started_s)
         return time.monotonic() - since_s < self._limits.lost_after_s
 

@@ -151,12 +151,18 @@ def deviation(result: dict[str, Any]) -> tuple[str, float]:
     return compared["name"], compared["deviation"]
 
 
-def test_the_bucket_of_gradients_is_as_large_for_a_small_adapter() -> None:
-    table, _ = trainer_table(workload("7b", lora=16), TrainerOptions(1, 1), 140 * GIB)
+@pytest.mark.parametrize(
+    ("model", "lora", "bucket", "gradients"),
+    [("7b", 0, 0, 5e8), ("0.5b", 0, 0, 493_961_216), ("7b", 16, 0, 40_370_176), ("7b", 16, 1e9, 1e9)],
+)
+def test_the_bucket_of_gradients_has_room_for_those_of_all_weights(
+    model: str, lora: int, bucket: float, gradients: float
+) -> None:
+    table, _ = trainer_table(workload(model, lora=lora), TrainerOptions(1, 1, bucket=bucket), 140 * GIB)
     reductions = {
         str(phase): [part.nbytes for part in parts if part.name == "reduction"] for phase, parts in table.items()
     }
-    assert reductions == {"wait": [], "forward and backward": [1e9], "optimizer": []}
+    assert reductions == {"wait": [], "forward and backward": [2 * gradients], "optimizer": []}
 
 
 def test_a_sharded_snapshot_is_the_bucket_of_the_embeddings_and_a_share_of_the_others() -> None:

@@ -1,6 +1,7 @@
 """Killable processes, with a program that does what a question says."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -13,7 +14,7 @@ import pytest
 
 from penstock.services.reward.scorers.answer.scorer import COMMAND
 from penstock.services.reward.subprocess_pool import pool as processes
-from penstock.services.reward.subprocess_pool.pool import Crashed, NotReady, Overdue, Processes
+from penstock.services.reward.subprocess_pool.pool import Crashed, NotReady, Overdue, Processes, Share
 from penstock.shared.errors import TemporaryError
 from tests.conftest import PATIENCE_S, until
 
@@ -65,6 +66,37 @@ async def test_a_question_that_finds_its_process_dead_is_asked_again(pool: Proce
     killed = int(seen.read_text())
     os.kill(killed, signal.SIGKILL)
     assert (await asking)["pid"] != killed
+
+
+async def test_questions_that_run_into_their_deadline_delay_those_of_others_by_one(
+    pool: Processes, tmp_path: Path
+) -> None:
+    ended = list[str]()
+
+    async def ask(share: Share, name: str, do: str, timeout_s: float) -> None:
+        with contextlib.suppress(Overdue):
+            await pool.ask({"do": do, "seen": str(tmp_path / "seen")}, timeout_s, share)
+        ended.append(name)
+
+    hostile, honest = Share(), Share()
+    async with asyncio.TaskGroup() as asking:
+        for _ in range(3):
+            asking.create_task(ask(hostile, "hostile", "hang", 0.3))
+        await until(lambda: pool.questions == 1)
+        for _ in range(2):
+            asking.create_task(ask(honest, "honest", "answer", LONG_S))
+    assert ended == ["hostile", "honest", "honest", "hostile", "hostile"]
+
+
+async def test_an_asker_that_leaves_the_queue_keeps_no_process(pool: Processes, tmp_path: Path) -> None:
+    seen = str(tmp_path / "seen")
+    asking = [asyncio.create_task(pool.ask({"do": "hang", "seen": seen}, LONG_S)) for _ in range(3)]
+    await until(lambda: pool.questions == 1)
+    for task in reversed(asking):
+        task.cancel()
+    await asyncio.gather(*asking, return_exceptions=True)
+    assert "pid" in await pool.ask({"do": "answer", "seen": seen}, LONG_S)
+    assert pool.questions == 2
 
 
 @pytest.mark.parametrize("deed", ["die", "babble"])

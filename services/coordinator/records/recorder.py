@@ -179,7 +179,8 @@ class Recorder:
             return
         rows = await newer(self._bus, streams.JOURNAL, "", _LOOKED_BACK)
         due = files.step // self._every * self._every
-        of_step = [row for row in rows if int(row[1][b"step"]) == due]  # it may be behind the trainer
+        rows = [row for row in rows if streams.count_in(row[1], b"step") >= 0]
+        of_step = [row for row in rows if streams.count_in(row[1], b"step") == due]  # it may be behind the trainer
         files.unread.intersection_update(entry for entry, _ in rows)
         unseen = [row for row in of_step or rows if row[0] not in files.unread]
         if not (chosen := await with_payloads(self._bus, unseen[:1])):
@@ -188,7 +189,7 @@ class Recorder:
             line = journal_line(entry, chosen[0][1], experience)
             new = [] if entry == _entry(files.rollouts) else [line]
             await asyncio.to_thread(self._append, files.rollouts, new)  # a long group's text; thinning reads the file
-            files.sampled_step = max(int(chosen[0][1][b"step"]), files.step)
+            files.sampled_step = max(streams.count_in(chosen[0][1], b"step"), files.step)
             return
         files.unread.add(chosen[0][0])
         UNREAD.inc()
@@ -216,8 +217,9 @@ def _shown(score: Score) -> dict[str, Json]:
 
 
 def journal_line(entry: str, fields: Mapping[bytes, bytes], experience: Experience) -> dict[str, Json]:
-    version = fields.get(b"version")
-    return rollout_line(entry, int(fields[b"step"]), experience, None if version is None else int(version))
+    """Return the line of a journal's entry."""
+    step, version = (streams.count_in(fields, name) for name in (b"step", b"version"))
+    return rollout_line(entry, step, experience, None if version < 0 else version)
 
 
 def rollout_line(entry: str, step: int, experience: Experience, version: int | None = None) -> dict[str, Json]:

@@ -5,7 +5,7 @@
     sealed memory file: the program ──▶ zygote ──▶ child
     pipes: output, report           ◀───────────────┘
       ├── output limit exceeded     killed: output_limit
-      ├── deadline                  killed: timeout
+      ├── deadline                  killed: timeout, or sandbox_error if others had its core most of the time
       └── ended                     its wait status
 """
 
@@ -64,7 +64,7 @@ class RunningProgram:
     async def until(self, done: "asyncio.Future[Any]", since: Usage = _NOTHING) -> None:
         """Wait for ``done`` or its end, after ``wall_s`` more than ``since`` by killing it. Raises ZygoteLost."""
         wall_s = left_s = self._limits.wall_s
-        over = f"ran longer than {wall_s:g} s"
+        over = Outcome.TIMEOUT, f"ran longer than {wall_s:g} s"
         either = {done, self.ended}
         while not any(each.done() for each in either) and left_s > 0:
             await asyncio.wait(either, timeout=max(left_s, _ASK_AGAIN_S), return_when=asyncio.FIRST_COMPLETED)
@@ -73,9 +73,9 @@ class RunningProgram:
                 break
             left_s = wall_s - (usage.charged_s - since.charged_s)
             if usage.held_s - since.held_s >= LONGEST * wall_s:
-                left_s, over = 0.0, f"did not end within {LONGEST * wall_s:g} s"
+                left_s, over = 0.0, (Outcome.SANDBOX_ERROR, f"did not end within {LONGEST * wall_s:g} s")
         if not any(each.done() for each in either) and left_s <= 0:
-            self._kill(Outcome.TIMEOUT, over)
+            self._kill(*over)
             await self.die()
         if not any(each.done() for each in either):
             raise ZygoteLost(f"the warm interpreter did not end a program within {REACTS_WITHIN_S:g} s")

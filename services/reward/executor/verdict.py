@@ -60,10 +60,12 @@ def outcome_of(
     ended: Ended, report: ProgramReport, limits: Limits, calls: int, killed: tuple[Outcome, str] | None
 ) -> tuple[Outcome, str]:
     """Return the outcome and one line for people. ``calls``: number of requested calls. ``killed``: why the supervisor
-    killed it, if it did.
+    killed it, if it did; what the host held up is its fault only if it had the CPU time of its limit.
     """
     if not report.started:
         return Outcome.SANDBOX_ERROR, report.error or f"the program could not be started: {_how(ended.status)}"
+    if killed is not None and killed[0] is Outcome.SANDBOX_ERROR and ended.cpu_s >= limits.wall_s:
+        return Outcome.TIMEOUT, killed[1]
     if killed is not None:
         return killed
     if ended.status == -signal.SIGSYS:

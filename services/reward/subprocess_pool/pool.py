@@ -2,7 +2,7 @@
 
 ::
 
-    ask(question) ──▶ a free process ──▶ its answer
+    ask(question) ──▶ waits for a process, fairly ──▶ its answer
                           ├── late                              killed ──▶ Overdue
                           ├── ``computes``, CPU time exceeded          ──▶ Overdue; a fork takes over
                           │     └── starved for ten times that  killed ──▶ TemporaryError
@@ -13,13 +13,18 @@
 
 The protocol is JSON lines (:mod:`child`). The deadline starts when the question is sent; for pure computation it is CPU
 time, so that a busy host causes no failures. Killing a process kills its descendants.
+
+Questions of one :class:`Share`, as a group's, wait for one another: a free process takes one of the share that has used
+the least time (start-time fair queueing), so that questions that run into their deadline delay those of others by one.
 """
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import logging
 import os
+import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 
 from prometheus_client import Counter
@@ -53,6 +58,13 @@ class Crashed(PenstockError):
 
 class NotReady(TemporaryError):
     """The process reported why it cannot start."""
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Share:
+    """The questions of one asker; ``used_s``: their time in processes, from where others were when it came."""
+
+    used_s: float = 0.0
 
 
 class _Place:
@@ -152,9 +164,10 @@ class Processes:
     ) -> None:
         self._computes = computes
         self._places = [_Place(command, environment) for _ in range(count)]
-        self._free: asyncio.LifoQueue[_Place] = asyncio.LifoQueue()
-        for place in self._places:
-            self._free.put_nowait(place)
+        self._free = list(self._places)
+        self._waiting: dict[asyncio.Future[_Place], Share] = {}
+        """In the order of arrival."""
+        self._least_s = 0.0
         self._scorer = scorer
         self.questions = 0
 
@@ -169,8 +182,8 @@ class Processes:
             elif outcome is not None:
                 raise outcome
 
-    async def ask(self, question: dict[str, Json], timeout_s: float) -> Mapping[str, Json]:
-        """Return the answer of a free process.
+    async def ask(self, question: dict[str, Json], timeout_s: float, share: Share | None = None) -> Mapping[str, Json]:
+        """Return the answer of a free process; ``share``: of the question's asker, if it has others.
 
         Raises:
             Overdue: no answer within ``timeout_s`` (CPU time if ``computes``).
@@ -179,7 +192,7 @@ class Processes:
         """
         within_s = PATIENCE * timeout_s if self._computes else timeout_s
         line = json.dumps(question | {"cpu_s": timeout_s} if self._computes else question).encode() + b"\n"
-        async with self._place() as place:
+        async with self._place(share or Share()) as place:
             for _ in range(2):
                 await place.fill()
                 self.questions += 1
@@ -210,15 +223,31 @@ class Processes:
         return TemporaryError(f"the process made no progress for {PATIENCE * timeout_s:g} s")
 
     @contextlib.asynccontextmanager
-    async def _place(self) -> AsyncIterator[_Place]:
-        place = await self._free.get()
+    async def _place(self, share: Share) -> AsyncIterator[_Place]:
+        share.used_s = max(share.used_s, self._least_s)
+        granted: asyncio.Future[_Place] = asyncio.get_running_loop().create_future()
+        self._waiting[granted] = share
+        self._grant()
+        started_s = time.monotonic()
         try:
+            place = await granted
+            started_s = time.monotonic()
             if place.worn and place.alive:
                 self._replaced("worn")
                 await place.empty()
             yield place
         finally:
-            self._free.put_nowait(place)
+            self._waiting.pop(granted, None)
+            if not granted.cancelled():
+                share.used_s += time.monotonic() - started_s
+                self._free.append(granted.result())
+                self._grant()
+
+    def _grant(self) -> None:
+        while self._free and (waiting := [each for each in self._waiting if not each.done()]):
+            first = min(waiting, key=lambda each: self._waiting[each].used_s)
+            self._least_s = self._waiting.pop(first).used_s
+            first.set_result(self._free.pop())
 
     def _replaced(self, reason: str) -> None:
         RESTARTS.labels(self._scorer, reason).inc()

@@ -25,7 +25,7 @@ from penstock.services.trainer.model.memory.recomputation import Kept, Recomputa
 from penstock.services.trainer.model.memory.residency import Residency
 from penstock.services.trainer.model.memory.storages import Storages, tensors_in
 from penstock.services.trainer.model.named_tensors import Published, in_groups, published, unique
-from penstock.services.trainer.model.optimizer import adamw, check_sizes, set_options
+from penstock.services.trainer.model.optimizer import adamw, bucket_of, check_sizes, set_options
 from penstock.services.trainer.model.saving import whole_weights
 from penstock.services.trainer.model.saving.ranges import load_ranges, ranges_of
 from penstock.services.trainer.model.saving.writer import Writer, Written
@@ -94,7 +94,8 @@ class TrainingEngine:
         self._trainer = settings.trainer
         self._sharded = settings.trainer.zero_stage == 3
         self._has_experts = bool(experts.layers_of(self.policy))
-        config = _config(settings, self.ranks, keeps_all=not recomputation.is_enabled(self.policy))
+        keeps_all = not recomputation.is_enabled(self.policy)
+        config = _config(settings, self.ranks, bucket_of(parameters), keeps_all=keeps_all)
         if self._sharded:
             with layerwise.looked_at(self.policy, settings, self.device):
                 whole_layers.mark(self.policy, settings.trainer.deepspeed.get("zero_optimization", {}))
@@ -464,12 +465,13 @@ def import_deepspeed(device: str) -> Any:
     return deepspeed
 
 
-def _config(settings: Settings, ranks: int, *, keeps_all: bool) -> dict[str, Any]:
+def _config(settings: Settings, ranks: int, bucket: int, *, keeps_all: bool) -> dict[str, Any]:
     trainer = settings.trainer
     zero: dict[str, Any] = {"stage": trainer.zero_stage}
     # DeepSpeed's own linear layer frees whole weights until the backward pass; checkpointing does so anyway, and
     # would compute each layer's last product again.
     own: dict[str, Any] = {"memory_efficient_linear": keeps_all, "leaf_module": {"classes": []}}  # see ``whole_layers``
+    own["reduce_bucket_size"] = bucket
     pinned = {"device": "cpu", "pin_memory": pick_device(settings.run.device) == "cuda"}
     if trainer.offload != "none":
         zero["offload_optimizer"] = pinned

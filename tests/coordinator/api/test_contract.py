@@ -19,6 +19,7 @@ from penstock.services.coordinator.service import Coordinator
 from penstock.shared.bus.bus import Bus
 from penstock.shared.bus.stores.policy.ledger import Ledger
 from penstock.shared.bus.stores.replicas.heartbeats import heartbeats
+from penstock.shared.bus.streams import HISTORY
 from penstock.shared.errors import SettingsError
 from penstock.shared.process.telemetry import Presence, Status
 from penstock.shared.settings import dump
@@ -194,6 +195,17 @@ async def test_wrong_requests_are_problems(http: httpx.AsyncClient) -> None:
     )
     assert is_problem(await http.get("/v1/nothing"), 404, "found GET /v1/nothing")
     assert is_problem(await http.put("/v1/run"), 405, "found PUT /v1/run")
+
+
+async def test_states_that_no_process_of_the_run_wrote_are_left_out_of_its_history(
+    http: httpx.AsyncClient, bus: Bus
+) -> None:
+    await bus.append(HISTORY, {"data": "?"})
+    await bus.append(HISTORY, {"at_s": "1", "from": "", "to": "?", "reason": "", "step": "0"})
+    await bus.append(HISTORY, {"at_s": "2", "from": "", "to": "running", "reason": "mine", "step": "0"})
+    pages = [(await http.get("/v1/run/history", params={"limit": 2})).json()]
+    pages.append((await http.get("/v1/run/history", params={"limit": 2, "cursor": pages[0]["next"]})).json())
+    assert [[state["reason"] for state in page["items"]] for page in pages] == [["mine"], []]
 
 
 async def test_the_policy_has_a_history(http: httpx.AsyncClient, bus: Bus) -> None:

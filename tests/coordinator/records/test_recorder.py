@@ -149,6 +149,19 @@ async def test_an_unreadable_report_is_passed_over_once(bus: Bus, tmp_path: Path
     assert [line["step"] for line in lines(tmp_path, "metrics.jsonl")] == [2]
 
 
+@pytest.mark.parametrize("step", ["", "-1", "\N{ARABIC-INDIC DIGIT THREE}", "9" * 5000])
+async def test_entries_of_the_journal_that_no_trainer_wrote_are_passed_over(
+    bus: Bus, tmp_path: Path, step: str
+) -> None:
+    recorder = Recorder(bus, tmp_path, 1)
+    await commit_group(bus, 0)
+    for fields in ({"step": step, "data": "?"}, {"data": "?"}, {"step": step}):
+        await bus.append(streams.JOURNAL, fields)
+    await recorder.catch_up()
+    assert [line["step"] for line in lines(tmp_path, "rollouts.jsonl")] == [1]
+    assert [entry.step for entry in await Ledger(bus).journal("")] == [1]
+
+
 async def test_a_trained_group_is_written_to_be_read_each_so_many_steps(bus: Bus, tmp_path: Path) -> None:
     recorder = Recorder(bus, tmp_path, 2)
     for group_id in range(5):

@@ -15,6 +15,7 @@ from penstock.services.reward.executor import program as supervisor
 from penstock.services.reward.executor.executor import Executor
 from penstock.services.reward.executor.isolation import Interpreter, candidates
 from penstock.services.reward.executor.slots import SUSPENDED_BYTES_PER_SLOT, Slots, Usage, quota
+from penstock.services.reward.executor.verdict import Ended, ProgramReport, outcome_of
 from penstock.shared.executor.protocol import Execution, Job, Limits, Outcome
 from penstock.shared.settings.rewards.reward import ExecutorSettings
 
@@ -76,10 +77,19 @@ async def test_a_sleeper_is_killed_at_its_deadline_however_busy_the_machine_is(c
 
 
 @pytest.mark.parametrize("executor", ["namespace"], indirect=True)  # its supervisor is that of every way
-async def test_waiting_has_an_end(core: int, executor: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_waiting_has_an_end_which_is_the_hosts_fault(
+    core: int, executor: Executor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(supervisor, "LONGEST", 2)
     ended = await executor.run(Job("while True: pass", limits=Limits(wall_s=1.0, cpu_s=60.0)))
-    assert (ended.outcome, ended.detail) == (Outcome.TIMEOUT, "did not end within 2 s")
+    assert (ended.outcome, ended.detail) == (Outcome.SANDBOX_ERROR, "did not end within 2 s")
+
+
+@pytest.mark.parametrize(("cpu_s", "outcome"), [(0.9, Outcome.SANDBOX_ERROR), (1.0, Outcome.TIMEOUT)])
+def test_a_program_that_had_the_time_of_its_limit_cannot_blame_the_host(cpu_s: float, outcome: Outcome) -> None:
+    ended, started = Ended(-9, 10.0, cpu_s, 0), ProgramReport(started=True, values=(), error="")
+    late = (Outcome.SANDBOX_ERROR, "did not end within 10 s")
+    assert outcome_of(ended, started, Limits(wall_s=1.0, cpu_s=60.0), 0, late) == (outcome, late[1])
 
 
 @contextlib.asynccontextmanager

@@ -11,6 +11,8 @@ from unittest.mock import AsyncMock
 import pytest
 import pytest_asyncio
 
+from penstock.services.reward.scorers.answer import notation
+from penstock.services.reward.scorers.answer import scorer as answer_scorer
 from penstock.services.reward.scorers.answer.extraction import extract
 from penstock.services.reward.scorers.answer.mathematics import plain_numbers
 from penstock.services.reward.scorers.answer.scorer import COMMAND, AnswerMatcher
@@ -436,6 +438,22 @@ async def test_a_reference_that_could_not_be_compared_is_no_bad_one(
     busy = matcher(preset="math-verify")
     monkeypatch.setattr(busy._processes, "ask", AsyncMock(side_effect=error))
     assert await busy.matches_itself(r"\int x dx")
+
+
+async def test_a_completion_of_any_length_is_not_read_as_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading 10 MB takes seconds of the event loop."""
+    lengths = list[int]()
+
+    def plain(text: str) -> str:
+        lengths.append(len(text))
+        return notation.plain(text)
+
+    monkeypatch.setattr(answer_scorer, "plain", plain)
+    whole = matcher(mode="numeric", place="whole")
+    scored = await whole.score(asked("46", "9" * 1_000_000, "46.0", f"{46:0100}"))
+    assert [score.value for score in scored] == [0.0, 1.0, 1.0]
+    assert max(lengths, default=0) < 100
+    assert scored[0].status is ScoreStatus.WRONG_FORMAT
 
 
 async def test_an_endless_comparison_is_killed_and_the_next_one_works() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from penstock.services.reward.scorers.code.scorer import CodeTester
+from penstock.services.reward.scorers.code.tests import COMPARING
 from penstock.services.reward.service import make_scoring
 from penstock.shared.bus.bus import Bus
 from penstock.shared.bus.encoding import wire
@@ -171,6 +172,22 @@ async def test_a_fault_of_the_executor_is_never_a_score(executor: ScriptedExecut
         (score,) = await tester.score(group(fenced("…")))
     assert (score.status, score.value) == (ScoreStatus.UNAVAILABLE, None)
     assert score.detail == "the executor is at fault: no fork"
+
+
+@pytest.mark.parametrize(
+    ("cpu_s", "status", "value"), [(0.3, ScoreStatus.UNAVAILABLE, None), (4.9, ScoreStatus.TIMEOUT, 0.0)]
+)
+async def test_a_result_that_a_busy_host_did_not_compare_in_time_is_no_wrong_one(
+    executor: ScriptedExecutor, cpu_s: float, status: ScoreStatus, value: float | None
+) -> None:
+    late = dataclasses.replace(failed(Outcome.TIMEOUT, "ran longer than 5 s"), cpu_s=cpu_s)
+    numbers = list(range(10_000))
+    executor.answer = lambda job: late if job.code == COMPARING else finished("", numbers)
+    tests = [{"input": [], "output": numbers, "fn_name": "f"}]
+    async with scoring(executor) as tester:
+        (score,) = await tester.score(group(fenced("def f(): return list(range(10_000))"), tests=tests))
+    assert (score.status, score.value) == (status, value)
+    assert "the result cannot be compared: timeout: ran longer than 5 s" in score.detail
 
 
 async def test_calls_that_did_not_all_return_are_no_results(executor: ScriptedExecutor) -> None:

@@ -14,7 +14,7 @@ from penstock.shared.bus.bus import Bus, Delivery
 from penstock.shared.bus.encoding import wire
 from penstock.shared.bus.keys import GENERATING, PAYLOADS, RUN
 from penstock.shared.bus.messages import Experience, PolicyVersion, RolloutGroup
-from penstock.shared.bus.stores.experience.dead_letters import DeadLetterSource, revive
+from penstock.shared.bus.stores.experience.dead_letters import DeadLetterSource, newest_reason, read_page, revive
 from penstock.shared.bus.stores.policy.ledger import Ledger, RunState
 from penstock.shared.bus.stores.policy.rollback import begin_rollback
 from penstock.shared.bus.stores.run.records import page, with_payloads
@@ -264,3 +264,11 @@ async def test_a_step_of_which_a_payload_is_lost_is_not_replayed_in_part(bus: Bu
     assert [entry.step for entry in await ledger.journal("")] == [1, 1]
     await bus.write(PAYLOADS, "HDEL", f"experience:{batch[1].entry_id}")
     assert await ledger.journal("") == []
+
+
+async def test_a_dead_letter_that_no_process_of_the_run_wrote_is_listed(bus: Bus) -> None:
+    await bus.append(ROLLOUTS.dead, {"id": "7", "attempts": "\xc6", "reason": "mine"})
+    assert await newest_reason(bus) == "mine"
+    await bus.append(ROLLOUTS.dead, {"id": "A" * 100_000, "reason": "long"})
+    letters = await read_page(bus, "", 5, None)
+    assert [(letter.group, letter.attempts) for letter in letters] == [("7", 0), ("A" * 100, 0)]

@@ -6,6 +6,7 @@ import hashlib
 import shutil
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -19,9 +20,12 @@ from penstock.shared.bus.stores.replicas.heartbeats import SERVICE
 from penstock.shared.bus.streams import JOURNAL, ROLLOUTS
 from penstock.shared.errors import PeerError, ShelfLost
 from penstock.shared.peers.frames import Frame
+from penstock.shared.peers.handshake import Secret
 from penstock.shared.shelf import protocol
+from penstock.shared.shelf import shelf as shelf_module
 from penstock.shared.shelf.shelf import PUT, Shelf
 from penstock.shared.shelf.store import ShelfFull, Store
+from tests.conftest import PATIENCE_S
 from tests.support import builders
 from tests.support.raw_redis import raw
 from tests.support.shelves import LIMITS, SECRET, reader, served
@@ -123,6 +127,64 @@ async def test_a_silent_holder_is_waited_for_once_and_a_dead_one_not_for_each_pa
             await reading.fetch(claim)
     assert loop.time() - started_s >= 1.0
     assert set(reading._silent_since_s) == {"a", "b"}, "which later fetches do not wait for"
+
+
+async def test_a_silent_shelf_with_heartbeats_is_asked_by_one_put_and_then_left_alone(
+    bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with (
+        served(bus, tmp_path, "a", host=socket.gethostname()) as first,
+        served(bus, tmp_path, "silent") as silent,
+        served(bus, tmp_path, "c", host=socket.gethostname()),
+    ):
+        asked, put = list[str](), protocol.put
+
+        async def put_or_hang(address: str, secret: Secret, group_id: int, digest: str, payload: bytes) -> bool:
+            asked.append(address)
+            if address == silent.address:
+                await asyncio.get_running_loop().create_future()
+            return await put(address, secret, group_id, digest, payload)
+
+        monkeypatch.setattr(protocol, "put", put_or_hang)
+        monkeypatch.setattr(shelf_module, "_COPIES_S", 0.01)
+        assert await first.put(PAYLOAD, 3) is None
+        assert asked == [silent.address]
+        monkeypatch.setattr(shelf_module, "_COPIES_S", PATIENCE_S)
+        for number in range(4, 7):
+            assert [holder.replica for holder in (await _put(first, group_id=number)).holders] == ["a", "c"]
+            first._partners_until_s = 0.0
+        assert asked.count(silent.address) == 1
+        first._avoided_until_s["silent"] = 1e-9
+        monkeypatch.setattr(protocol, "put", put)
+        assert [holder.replica for holder in (await _put(first, group_id=7)).holders] == ["a", "silent"]
+
+
+async def test_a_silent_shelf_with_heartbeats_is_asked_by_one_fetch_and_then_left_alone(
+    bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with served(bus, tmp_path, "silent") as silent, served(bus, tmp_path, "b"):
+        claims = [await _put(silent, bytes([number]) * 2000, number) for number in range(4)]
+        asked, get = list[str](), protocol.get
+
+        async def get_or_time_out(*request: Any) -> bytes | None:
+            asked.append(request[2])
+            if request[2] == "silent":
+                raise TimeoutError
+            return await get(*request)
+
+        monkeypatch.setattr(protocol, "get", get_or_time_out)
+        reading = reader(bus, tmp_path)
+        for claim in claims[:3]:
+            assert await reading.fetch(claim) == bytes([claim.group_id]) * 2000
+        assert asked == ["silent", "b", "b", "b"]
+        shutil.rmtree(tmp_path / "b")
+        with pytest.raises(ShelfLost):
+            await reading.fetch(claims[3])
+        assert asked == ["silent", "b", "b", "b", "b"]
+        reading._avoided_until_s["silent"] = 1e-9
+        monkeypatch.setattr(protocol, "get", get)
+        assert await reading.fetch(claims[3]) == bytes([3]) * 2000
+        assert not reading._avoided_until_s
 
 
 async def test_the_trainer_keeps_what_it_fetched(bus: Bus, tmp_path: Path) -> None:

@@ -128,6 +128,23 @@ def test_what_saves_memory_makes_the_same_step(trainer: dict[str, Any]) -> None:
     assert moved_apart(others, weights, dict(tiny.model(0).named_parameters())) < MOVEMENT
 
 
+@pytest.mark.parametrize("zero_stage", [2, 3])
+def test_a_bucket_for_all_gradients_makes_the_step_of_a_larger_one(zero_stage: int) -> None:
+    own, weights = step(settings(zero_stage=zero_stage))
+    larger = {"zero_optimization": {"reduce_bucket_size": 1_000_000}}
+    other, others = step(settings(zero_stage=zero_stage, deepspeed=larger))
+    assert (own["loss"], own["grad_norm"]) == (other["loss"], other["grad_norm"])
+    assert all(torch.equal(weights[name], others[name]) for name in weights)
+
+
+@pytest.mark.parametrize("zero_stage", [1, 2, 3])
+def test_the_bucket_has_room_for_the_gradients_of_all_weights(zero_stage: int) -> None:
+    stepper = Stepper(settings(zero_stage=zero_stage))
+    trained = [weight for weight in stepper.engine.policy.parameters() if weight.requires_grad]
+    numbers = sum(getattr(weight, "ds_numel", weight.numel()) for weight in trained)
+    assert stepper.engine._engine.optimizer.reduce_bucket_size == numbers
+
+
 @pytest.mark.parametrize("zero_stage", [1, 2, 3])
 def test_moments_of_eight_bits_make_almost_the_same_steps_and_a_checkpoint_holds_them(
     tmp_path: Path, zero_stage: int

@@ -45,7 +45,7 @@ from penstock.services.coordinator.schemas.records import excerpt as of_group
 from penstock.services.coordinator.schemas.resources import Page
 from penstock.shared.bus.encoding import wire
 from penstock.shared.bus.messages import Experience, Json, MemoryReport, StepReport
-from penstock.shared.bus.streams import JOURNAL, MEMORY, STEPS, Row
+from penstock.shared.bus.streams import JOURNAL, MEMORY, STEPS, Row, count_in
 from penstock.shared.errors import MessageError
 from penstock.shared.files.token_records import read_record, record_path
 
@@ -217,7 +217,7 @@ async def _after_step(rows: Rows, file: FilePath, step: int) -> str:
     cursor: str | None = None
     while page := await rows(JOURNAL, cursor, _AT_ONCE):
         for entry, fields in page:
-            if int(fields[b"step"]) <= step:
+            if 0 <= count_in(fields, b"step") <= step:
                 at_ms, number = _place(entry)
                 return f"{at_ms}-{number + 1}"
         cursor = page[-1][0]

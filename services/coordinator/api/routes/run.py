@@ -1,7 +1,8 @@
 """The run over HTTP: view, commands, settings and operations."""
 
+import contextlib
 import dataclasses
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Annotated
 
 from fastapi import APIRouter, Header, Path, Query, Response
@@ -80,19 +81,21 @@ async def _steer(parts: Parts, name: str, command: Command | None) -> RunChange:
 
 
 async def _states(parts: Parts, cursor: str | None, limit: int) -> Page[StateView]:
-    rows = await parts.newest_first(HISTORY, cursor, limit)
-    states = [
-        StateView(
-            id=entry,
-            at_s=float(fields["at_s"]),
-            before=RunState(fields["from"] or "created"),
-            state=RunState(fields["to"]),
-            reason=fields["reason"],
-            step=int(fields["step"]),
-        )
-        for entry, fields in rows
-    ]
-    return page_of(states, limit, lambda state: state.id)
+    page = page_of(await parts.newest_first(HISTORY, cursor, limit), limit, lambda row: row[0])
+    return Page(items=list(_readable(page.items)), next=page.next)
+
+
+def _readable(rows: Sequence[tuple[str, dict[str, str]]]) -> Iterator[StateView]:
+    for entry, fields in rows:
+        with contextlib.suppress(KeyError, ValueError):  # not written by a process of the run
+            yield StateView(
+                id=entry,
+                at_s=float(fields["at_s"]),
+                before=RunState(fields["from"] or "created"),
+                state=RunState(fields["to"]),
+                reason=fields["reason"],
+                step=int(fields["step"]),
+            )
 
 
 # ---------------------------------------------------------------- settings

@@ -21,7 +21,7 @@ from penstock.services.reward.scorers.answer.notation import plain
 from penstock.services.reward.scorers.scorer import is_cut, unavailable, valued
 from penstock.services.reward.scorers.turns import Turns
 from penstock.services.reward.subprocess_pool.cache import Recent
-from penstock.services.reward.subprocess_pool.pool import Crashed, Overdue, Processes
+from penstock.services.reward.subprocess_pool.pool import Crashed, Overdue, Processes, Share
 from penstock.shared.bus.messages import Json, RolloutGroup, Sample, Score, ScoreStatus
 from penstock.shared.errors import PermanentError, SettingsError, TemporaryError
 from penstock.shared.extras import install_command
@@ -158,11 +158,12 @@ class AnswerMatcher:
     async def _scores(self, reference: str, answers: Iterable[str]) -> dict[str, Score]:
         scores: dict[str, Score] = {}
         slow: dict[str, asyncio.Task[Score]] = {}
+        share = Share()
         async with asyncio.TaskGroup() as comparing:
             for answer in dict.fromkeys(answers):
                 score = await self._turns.take(partial(self._score_at_once, reference, answer))
                 if score is None:
-                    slow[answer] = comparing.create_task(self._compare(reference, answer))
+                    slow[answer] = comparing.create_task(self._compare(reference, answer, share))
                 else:
                     scores[answer] = score
         return scores | {answer: task.result() for answer, task in slow.items()}
@@ -191,7 +192,8 @@ class AnswerMatcher:
     def _unreadable(self, answer: str, attempts: tuple[Attempt, ...]) -> str | None:
         if self._scorer.mode == "numeric":
             given = [pair[1] for attempt in attempts for pair in attempt.pairs]
-            numeric = _is_number(answer) or any(plain_numbers.read(text) is not None for text in given)
+            is_short = len(answer) <= _LONGEST_COMPLETION  # reading a text of any length would hold the event loop
+            numeric = (is_short and _is_number(answer)) or any(plain_numbers.read(text) is not None for text in given)
             return None if numeric else f"expected a number, found {answer[:80]!r}"
         if len(answer) > matching.LONGEST_FORMULA and not attempts:
             return f"expected a formula of at most {matching.LONGEST_FORMULA} characters, or a sentence that states one"
@@ -224,9 +226,9 @@ class AnswerMatcher:
             return Equality(True, "whole") if whole else _DIFFERENT
         return _DIFFERENT if self._scorer.mode == "numeric" else None
 
-    async def _compare(self, reference: str, answer: str) -> Score:
+    async def _compare(self, reference: str, answer: str, share: Share) -> Score:
         try:
-            score = await self._compare_slowly(reference, answer)
+            score = await self._compare_slowly(reference, answer, share)
         except Overdue as error:
             score = valued(self.name, ScoreStatus.TIMEOUT, 0.0, str(error))
         except Crashed as error:
@@ -236,16 +238,16 @@ class AnswerMatcher:
         self._remembered.put(score, reference, answer)
         return score
 
-    async def _compare_slowly(self, reference: str, answer: str) -> Score:
+    async def _compare_slowly(self, reference: str, answer: str, share: Share) -> Score:
         score = self._judged(False, answer)
         if self._library:
             text = answer if self._scorer.place == "auto" else rf"\boxed{{{answer}}}"
-            equality = await self._ask({"reference": reference, "completion": text})
+            equality = await self._ask({"reference": reference, "completion": text}, share)
             return equality if isinstance(equality, Score) else self._judged(equality.equal, answer)
         for attempt in self._attempts(reference, answer):
             rules = set(attempt.rules)
             for pair in attempt.pairs:
-                equality = self._equal_here(*pair) or await self._ask(self._question(*pair))
+                equality = self._equal_here(*pair) or await self._ask(self._question(*pair), share)
                 if isinstance(equality, Score):
                     score = equality
                     break
@@ -259,8 +261,8 @@ class AnswerMatcher:
     def _question(self, reference: str, answer: str) -> dict[str, Json]:
         return {"reference": reference, "answer": answer, "tolerance": float(self._tolerance)}
 
-    async def _ask(self, question: dict[str, Json]) -> Equality | Score:
-        verdict = await self._processes.ask(question, self._timeout_s)
+    async def _ask(self, question: dict[str, Json], share: Share) -> Equality | Score:
+        verdict = await self._processes.ask(question, self._timeout_s, share)
         if verdict.get("status") != "ok":
             return valued(self.name, ScoreStatus(str(verdict.get("status"))), 0.0, str(verdict.get("detail")))
         return Equality(verdict.get("equal") is True, "tolerance" if verdict.get("rounded") is True else "")

@@ -50,6 +50,8 @@ _GIVEN = 4096
 _CLEAN_BYTES = 256 * MIB
 _CLEAN_S = 5.0
 """Minimum memory and time of a clean interpreter."""
+_COMPUTED = 0.5
+"""Share of its time that a comparison that is too slow has computed; with less, the host held it up."""
 
 
 class Verdict(StrEnum):
@@ -242,20 +244,29 @@ class CodeTester:
         if len(execution.values) != calls:
             return _Tested(Verdict.RUNTIME_ERROR, "ended before its calls returned", execution.tier)
         problem = await self._problem(test, execution)
+        if isinstance(problem, Call):
+            return await self._compared(problem)
         return _Tested(Verdict.WRONG_ANSWER if problem else Verdict.PASSED, problem, execution.tier)
 
-    async def _problem(self, test: Test, execution: Execution) -> str:
+    async def _problem(self, test: Test, execution: Execution) -> str | Call:
         tolerance = self._scorer.tolerance
         if len(execution.stdout) > program_results.LONGEST:
-            problem = await asyncio.to_thread(test.problem, execution, tolerance)
-        else:
-            problem = test.problem(execution, tolerance)
-        if isinstance(problem, str):
-            return problem
-        compared = await self._run(self._clean_job(COMPARING, problem))
+            return await asyncio.to_thread(test.problem, execution, tolerance)
+        return test.problem(execution, tolerance)
+
+    async def _compared(self, call: Call) -> _Tested:
+        """Compare in a clean interpreter. Raises TemporaryError: also if the host kept it from computing."""
+        job = self._clean_job(COMPARING, call)
+        compared = await self._run(job)
         if compared.outcome is Outcome.FINISHED and len(compared.values) == 1:
-            return str(json.loads(compared.values[0]))
-        return f"the result cannot be compared: {compared.outcome.value}: {compared.detail}"
+            problem = str(json.loads(compared.values[0]))
+            return _Tested(Verdict.WRONG_ANSWER if problem else Verdict.PASSED, problem, compared.tier)
+        told = f"the result cannot be compared: {compared.outcome.value}: {compared.detail}"
+        if compared.outcome is Outcome.TIMEOUT and compared.cpu_s < _COMPUTED * job.limits.wall_s:
+            TESTS.labels(self.name, Outcome.SANDBOX_ERROR.value, compared.tier).inc()
+            raise TemporaryError(f"the host is at fault: {told}")
+        is_limit = compared.outcome in (Outcome.TIMEOUT, Outcome.MEMORY)
+        return _Tested(Verdict(compared.outcome.value) if is_limit else Verdict.WRONG_ANSWER, told, compared.tier)
 
     async def _run(self, job: Job) -> Execution:
         """Run ``job``. Raises TemporaryError.

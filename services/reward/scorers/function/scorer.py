@@ -6,9 +6,9 @@ import dataclasses
 import sys
 
 from penstock.services.reward.scorers.scorer import unavailable, valued
-from penstock.services.reward.subprocess_pool.pool import Crashed, NotReady, Overdue, Processes
+from penstock.services.reward.subprocess_pool.pool import Crashed, NotReady, Overdue, Processes, Share
 from penstock.shared.bus.encoding import wire
-from penstock.shared.bus.messages import RolloutGroup, Sample, Score, ScoreStatus
+from penstock.shared.bus.messages import Json, RolloutGroup, Sample, Score, ScoreStatus
 from penstock.shared.errors import SettingsError, TemporaryError
 from penstock.shared.settings.rewards.scorers import PythonScorer
 
@@ -20,7 +20,6 @@ class FunctionScorer:
         program = "penstock.services.reward.scorers.function.function_call"
         command = (sys.executable, "-m", program, scorer.function)
         self._processes = Processes(command, scorer.processes, scorer.name, scorer.environment)
-        self._turns = asyncio.Semaphore(scorer.processes)
 
     async def start(self) -> None:
         try:
@@ -35,18 +34,21 @@ class FunctionScorer:
         await self._processes.close()
 
     async def score(self, group: RolloutGroup) -> list[Score]:
+        turns, share = asyncio.Semaphore(self._scorer.processes), Share()
+
         async def call(sample: Sample) -> Score:
-            async with self._turns:
-                return await self._call(group, sample)
+            async with turns:
+                return await self._call(group, sample, share)
 
         async with asyncio.TaskGroup() as calling:
             tasks = [calling.create_task(call(sample)) for sample in group.samples]
         return [task.result() for task in tasks]
 
-    async def _call(self, group: RolloutGroup, sample: Sample) -> Score:
+    async def _call(self, group: RolloutGroup, sample: Sample, share: Share) -> Score:
         alone = wire.encode(dataclasses.replace(group, samples=(sample,)))
+        question: dict[str, Json] = {"group": base64.b64encode(alone).decode()}
         try:
-            answer = await self._processes.ask({"group": base64.b64encode(alone).decode()}, self._scorer.timeout_s)
+            answer = await self._processes.ask(question, self._scorer.timeout_s, share)
         except Overdue as error:
             return self._failed(ScoreStatus.TIMEOUT, f"{error} (timeout_s) from {self._scorer.function}")
         except Crashed as error:

@@ -18,6 +18,7 @@ from penstock.shared.bus.keys import ASSEMBLY
 from penstock.shared.bus.streams import Row, Stream
 
 _DISCARDED = "dropped:discarded"
+_LONGEST_ID, _LONGEST_REASON = 100, 2000
 ENTRY_PATTERN = r"^[0-9]{1,18}-[0-9]{1,18}$"
 
 
@@ -94,9 +95,9 @@ def _letter(source: DeadLetterSource, row: Row) -> DeadLetter:
     return DeadLetter(
         stream=source,
         entry=entry,
-        group=fields.get(b"id", b"").decode(errors="replace"),
-        reason=fields.get(b"reason", b"").decode(errors="replace"),
-        attempts=int(fields.get(b"attempts", 0)),
+        group=fields.get(b"id", b"")[:_LONGEST_ID].decode(errors="replace"),
+        reason=fields.get(b"reason", b"")[:_LONGEST_REASON].decode(errors="replace"),
+        attempts=max(0, streams.count_in(fields, b"attempts")),
         buried_at_s=int(entry.partition("-")[0]) / 1000,
         data=fields.get(b"data", b""),
     )

@@ -432,8 +432,8 @@ class Ledger(Policies):
     async def journal(self, after: str) -> list[JournalEntry]:
         """Return the journal after an entry, in commit order, without steps of which a payload is lost."""
         rows = await with_payloads(self._bus, await self._bus.xrange(streams.JOURNAL, f"({after}" if after else "-"))
-        lost = {fields[b"step"] for _, fields in rows if b"data" not in fields}
-        return [_journal_entry(row) for row in rows if row[1][b"step"] not in lost]
+        lost = {-1, *(streams.count_in(fields, b"step") for _, fields in rows if b"data" not in fields)}
+        return [_journal_entry(row) for row in rows if streams.count_in(row[1], b"step") not in lost]
 
     async def last_journal_entry(self) -> str:
         """Return the last entry, even if trimmed; "" if none."""
@@ -515,8 +515,8 @@ def _journal_entry(row: Row) -> JournalEntry:
     plan = fields.get(b"plan")
     return JournalEntry(
         entry=EntryId(entry),
-        step=int(fields[b"step"]),
-        settings_revision=int(fields.get(b"revision", 0)),
+        step=streams.count_in(fields, b"step"),
+        settings_revision=max(0, streams.count_in(fields, b"revision")),
         data=fields[b"data"],
         plan=wire.decode(plan, StepPlan) if plan else None,
     )

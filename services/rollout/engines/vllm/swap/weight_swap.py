@@ -105,8 +105,8 @@ class WeightSwapper:
         if self._is_prepared_for(tensors):
             return
         plan, reason = None, ""
-        self._form.open()
         with _loading(self._config):
+            self._form.open()  # of transformers' classes, which vLLM's backend of that name compiles
             try:
                 plan = self._traced(tensors)
             except CopyPlanRefused as refused:
