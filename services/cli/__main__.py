@@ -390,6 +390,7 @@ def plan(
     """
     from penstock.services.cli import plan as plans
     from penstock.services.plan import report as shown
+    from penstock.shared.settings import load
 
     if memory is not None:
         from penstock.services.cli.reports import memory as memories
@@ -397,7 +398,7 @@ def plan(
         memories.show(named(memory), words or gpus or model or calibrate or turns or write, as_json=as_json)
         return
     config, flags = split(words or [])
-    made = plans.make(plans.settings_of(config, flags), gpus or "8xH200", model, calibrate, turns)
+    made = plans.make(load(config, flags), gpus or "8xH200", model, calibrate, turns)
     if as_json:
         console.say_json(shown.as_json(made))
     else:

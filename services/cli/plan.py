@@ -30,10 +30,6 @@ _LEAST_WAIT = 0.05
 """Of a step: with less, training bounds the run, which does not tell how fast generation is."""
 
 
-def settings_of(config: Path | None, flags: Sequence[str]) -> Settings:
-    return load(config, flags)
-
-
 def write(plan: Plan, config: Path | None, flags: Sequence[str], file: Path) -> None:
     """Write what the file and flags give, with the plan's layout. Raises SettingsError."""
     report.write(plan, given_tables(config, flags), file)
@@ -263,7 +259,7 @@ def with_outputs(page: str) -> str:
     def printed(example: re.Match[str]) -> str:
         words = dict(zip(*[iter(example[1].split())] * 2, strict=True))
         model, gpus = words.pop("--model"), words.pop("--gpus")
-        settings = settings_of(None, [word for pair in words.items() for word in pair])
+        settings = load(None, [word for pair in words.items() for word in pair])
         return f"```console\n$ penstock plan {example[1]}\n{text(make(settings, gpus, model))}\n```"
 
     return _EXAMPLE.sub(printed, page)
