@@ -406,8 +406,7 @@ def plan(
     if write is not None:
         plans.write(made, config, flags, write)
         console.warn(f"written: {write}")
-    if not made.candidates:
-        raise typer.Exit(1)
+    raise typer.Exit(0 if made.candidates else 1)
 
 
 @app.command(rich_help_panel=_TOOLS)

@@ -20,6 +20,7 @@ from penstock.services.plan.rates import SLOWED
 from penstock.services.plan.report import Plan, text
 from penstock.services.plan.workload import Workload, snapshots_of, with_turns, workload_of
 from penstock.shared.errors import SettingsError
+from penstock.shared.model.context import check_context
 from penstock.shared.settings import SETTINGS_FILE, RunKind, Settings, given_tables, load
 
 _HOSTS, _DECODING = (0.1, 2.0), (0.1, 10.0)
@@ -48,6 +49,8 @@ def make(settings: Settings, gpus: str, model: str = "", calibrate: Path | None 
         )
     if calibrate is not None and not (runs.folder_of(calibrate) / SETTINGS_FILE).is_file():
         raise SettingsError(f"no run's folder at {calibrate}: change --calibrate")
+    if not model:
+        check_context(settings)
     work, stated = work_of(settings, model), _stated(settings, turns, calibrate)
     if stated is not None:
         work = with_turns(work, settings, *stated)

@@ -14,7 +14,7 @@ from typing import TextIO
 
 from penstock.services.client.coordinator import TOKEN_FILE
 from penstock.services.coordinator.admission import first_rows
-from penstock.services.plan.certain import check_gpus, check_host, visible_gpus
+from penstock.services.plan.certain import check_gpus, check_host, check_processes, visible_gpus
 from penstock.services.up import run_folder
 from penstock.services.up.continuation import check_steps_left, check_unchanged
 from penstock.services.up.hub_revision import pinned
@@ -27,7 +27,7 @@ from penstock.shared.files import temporary
 from penstock.shared.files.durable import write_whole
 from penstock.shared.files.secret_file import make_secret, read_secret
 from penstock.shared.inputs import ACCEPT, INPUTS, NEXT_INPUTS, settle_inputs
-from penstock.shared.model.context import check_context, read_config
+from penstock.shared.model.context import check_context
 from penstock.shared.model.model_source import check_complete, check_tokenizer
 from penstock.shared.process.memory_timeline import host_bytes
 from penstock.shared.process.service import own_host
@@ -241,10 +241,10 @@ def _check_inputs(settings: Settings) -> None:
                 "start the services by themselves on each host (docs/kubernetes.md), or change it"
             )
     check_complete("policy.model", settings.policy.model)
-    limit, new = settings.rollout.max_model_len, settings.sampling.max_new_tokens
-    check_context(read_config(settings.policy.model), limit, new, settings.policy.model)
+    check_context(settings)
     gpus = visible_gpus()
     check_device(settings, len(gpus))
+    check_processes(settings, host_bytes()[0])
     check_gpus(settings, gpus)
     check_host(settings, len(gpus), host_bytes()[0])
     if settings.algorithm.needs_critic and settings.algorithm.critic.model:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.services.cli.plan import make, settings_of
+from penstock.services.cli.plan import make
 from penstock.services.plan import report, routes
 from penstock.services.plan.hardware import GIB
 from penstock.services.plan.memory import EngineOptions, TrainerOptions, engine_memory, trainer_table
@@ -20,6 +20,7 @@ from penstock.services.trainer.batch.packing import PackedRow, micro_batch
 from penstock.services.trainer.model.routing.exchange import RouteExchange
 from penstock.services.trainer.model.routing.replay import RouterReplay
 from penstock.shared.bus.messages import FinishReason, Sample
+from penstock.shared.settings import load
 
 LAYERS, TOP, EXPERTS = 6, 4, 64
 SIZES = {
@@ -98,7 +99,7 @@ def test_the_trainers_host_and_gpu_take_what_is_planned() -> None:
 
 def test_the_plan_counts_routes_on_gpus_and_hosts() -> None:
     flags = ["--sampling.max_new_tokens=4096", "--rollout.engine=vllm", "--trainer.router_replay=true"]
-    with_routes, without = (make(settings_of(None, of), "16xH200", "30b-a3b") for of in (flags, flags[:2]))
+    with_routes, without = (make(load(None, of), "16xH200", "30b-a3b") for of in (flags, flags[:2]))
     assert "   experts of tokens take up to " in report.text(with_routes)
     assert "experts of tokens" not in report.text(without)
     options = EngineOptions(sequences=256)

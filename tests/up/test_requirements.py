@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from penstock.services.coordinator.service import load_data
+from penstock.services.plan import certain
 from penstock.services.up import requirements
 from penstock.services.up.prepare import prepare
 from penstock.shared import extras
@@ -122,6 +123,19 @@ def test_a_missing_gpu_is_refused_where_one_is_required(config: Path, monkeypatc
     assert 'run.device = "cuda" needs a GPU: expected a driver' in refusal(config, "--run.device=cuda")
     scorers = '--reward.scorers=[{kind = "model", model = "model"}]'
     assert "reward.models.device needs a GPU" in refusal(config, "--reward.models.device=cuda:0", scorers)
+
+
+def test_counts_that_this_machine_cannot_have_are_refused(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requirements, "driver", lambda: DRIVERLESS)
+    chosen = 'expected rollout.vllm.tensor_parallel_size = 1 with the engine "transformers", found 2'
+    assert chosen in refusal(config, "--rollout.vllm.tensor_parallel_size=2")
+    assert chosen in refusal(config, "--rollout.vllm.tensor_parallel_size=2", "--run.device=auto")
+    settings = load(config, ["--run.device=auto", "--trainer.ranks=3", "--rollout.replicas=5"])
+    with pytest.raises(SettingsError, match=r"expected trainer.ranks of at most the 2 GPUs of this machine, found 3"):
+        requirements.check_device(settings, 2)
+    certain.check_processes(settings, 2.0**30)
+    with pytest.raises(SettingsError, match=r"found 3 and 5, which need at least 1.0: lower them"):
+        certain.check_processes(settings, 2.0**30 - 1)
 
 
 @pytest.mark.parametrize(
