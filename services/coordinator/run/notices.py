@@ -7,16 +7,16 @@ from typing import Literal
 from penstock.services.coordinator.evaluation.results import Evaluation
 from penstock.services.coordinator.schemas.run import GuardView, NoticeView
 from penstock.shared.bus.messages import StepReport
-from penstock.shared.bus.stores.policy.ledger import ENDED, RunState, RunStatus
+from penstock.shared.bus.stores.policy.ledger import ENDED, ON_REQUEST, RunState, RunStatus
 from penstock.shared.bus.stores.replicas.heartbeats import Heartbeat, PartFailure
 from penstock.shared.bus.stores.run.functions import Change
 
 _RECENT_S = 600.0
 """How long a recovered part is mentioned."""
-_ORDER: dict[str, int] = {"error": 0, "warning": 1}
+_ORDER: dict[str, int] = {"error": 0, "warning": 1, "info": 2}
 
 
-def notice(about: str, level: Literal["error", "warning"], text: str) -> NoticeView:
+def notice(about: str, level: Literal["error", "warning", "info"], text: str) -> NoticeView:
     return NoticeView(about=about, level=level, text=" ".join(text.split()))
 
 
@@ -76,7 +76,9 @@ def dead_letters(count: int, newest: str, status: RunStatus) -> list[NoticeView]
 def _state(status: RunStatus) -> list[NoticeView]:
     notices = []
     if status.state is RunState.PAUSED and status.reason:
-        notices.append(notice("paused", "error", f"paused: {status.reason}; `penstock resume` continues"))
+        is_asked = status.reason.startswith(ON_REQUEST)
+        text = f"paused{'' if is_asked else ':'} {status.reason}; `penstock resume` continues"
+        notices.append(notice("paused", "info" if is_asked else "error", text))
     if status.rewound.steps:
         total = f"{status.rewound.steps} steps and {status.rewound.groups} groups in all"
         notices.append(notice("bus rewound", "warning", f"{status.rewound.detail} ({total})"))
