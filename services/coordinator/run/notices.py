@@ -8,6 +8,7 @@ from penstock.services.coordinator.evaluation.results import Evaluation
 from penstock.services.coordinator.schemas.run import GuardView, NoticeView
 from penstock.shared.bus.messages import StepReport
 from penstock.shared.bus.stores.policy.ledger import ENDED, ON_REQUEST, RunState, RunStatus
+from penstock.shared.bus.stores.policy.rollback import ROLLING_BACK
 from penstock.shared.bus.stores.replicas.heartbeats import Heartbeat, PartFailure
 from penstock.shared.bus.stores.run.functions import Change
 
@@ -76,9 +77,10 @@ def dead_letters(count: int, newest: str, status: RunStatus) -> list[NoticeView]
 def _state(status: RunStatus) -> list[NoticeView]:
     notices = []
     if status.state is RunState.PAUSED and status.reason:
-        is_asked = status.reason.startswith(ON_REQUEST)
-        text = f"paused{'' if is_asked else ':'} {status.reason}; `penstock resume` continues"
-        notices.append(notice("paused", "info" if is_asked else "error", text))
+        is_asked, goes_back = map(status.reason.startswith, (ON_REQUEST, ROLLING_BACK))
+        how = "" if goes_back else "; `penstock resume` continues"
+        text = f"paused{'' if is_asked else ':'} {status.reason}{how}"
+        notices.append(notice("paused", "info" if is_asked or goes_back else "error", text))
     if status.rewound.steps:
         total = f"{status.rewound.steps} steps and {status.rewound.groups} groups in all"
         notices.append(notice("bus rewound", "warning", f"{status.rewound.detail} ({total})"))
