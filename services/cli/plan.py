@@ -12,13 +12,15 @@ from pathlib import Path
 
 from penstock.services.plan import measured as runs
 from penstock.services.plan import report
-from penstock.services.plan.hardware import Cluster, parse_cluster
+from penstock.services.plan.certain import visible_gpus
+from penstock.services.plan.hardware import GIB, Cluster, parse_cluster
 from penstock.services.plan.layouts import GpuLayout, Planner, Preferences
 from penstock.services.plan.measured import Corrections, Measured
 from penstock.services.plan.memory import TrainerOptions
 from penstock.services.plan.rates import SLOWED
 from penstock.services.plan.report import Plan, text
 from penstock.services.plan.workload import Workload, snapshots_of, with_turns, workload_of
+from penstock.services.up.display import console
 from penstock.shared.errors import SettingsError
 from penstock.shared.model.context import check_context
 from penstock.shared.settings import SETTINGS_FILE, RunKind, Settings, given_tables, load
@@ -31,9 +33,17 @@ _LEAST_WAIT = 0.05
 """Of a step: with less, training bounds the run, which does not tell how fast generation is."""
 
 
+def show(plan: Plan, *, as_json: bool) -> None:
+    if as_json:
+        console.say_json(report.as_json(plan))
+    else:
+        console.say(text(plan))
+
+
 def write(plan: Plan, config: Path | None, flags: Sequence[str], file: Path) -> None:
     """Write what the file and flags give, with the plan's layout. Raises SettingsError."""
-    report.write(plan, given_tables(config, flags), file)
+    by_hand = report.write(plan, given_tables(config, flags), file)
+    console.warn("\n".join([f"written: {file}", *by_hand]))
 
 
 def make(settings: Settings, gpus: str, model: str = "", calibrate: Path | None = None, turns: str = "") -> Plan:
@@ -67,6 +77,16 @@ def make(settings: Settings, gpus: str, model: str = "", calibrate: Path | None 
         corrected = corrections(figures, own, of_run, planner.cluster, mps=runs.under_mps(calibrate))
         planner = dataclasses.replace(planner, corrections=corrected, work=planned)
     return Plan(settings, planner, *planner.compare())
+
+
+def with_host_memory(gpus: str) -> str:
+    """Return the words of --gpus, with this machine's memory if it has as many GPUs as a host of theirs."""
+    cluster = parse_cluster(gpus)
+    if cluster.host_memory_bytes or len(visible_gpus()) != cluster.per_node:
+        return gpus
+    from penstock.shared.process.memory_timeline import host_bytes  # imports numpy
+
+    return f"{gpus},{host_bytes()[0] / GIB:.1f}GiB"
 
 
 def _for_longest(own: Preferences, work: Workload, settings: Settings) -> Preferences:

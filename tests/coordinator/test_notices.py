@@ -17,8 +17,8 @@ from penstock.services.coordinator.schemas.run import GuardView
 from penstock.services.up.display import view
 from penstock.services.up.display.screen import PlainDisplay
 from penstock.shared.bus.bus import Bus
-from penstock.shared.bus.stores.policy.ledger import ON_REQUEST, RunState, RunStatus, read_status
-from penstock.shared.bus.stores.policy.rollback import ROLLING_BACK
+from penstock.shared.bus.stores.policy.ledger import RunState, RunStatus, read_status
+from penstock.shared.bus.stores.policy.rollback import ON_REQUEST, ROLLING_BACK
 from penstock.shared.bus.stores.replicas.heartbeats import SERVICE, Heartbeat, PartFailure, beat_once, note_left
 from penstock.shared.bus.stores.replicas.live_settings import Live
 from penstock.shared.process.telemetry import Status

@@ -271,7 +271,7 @@ def test_four_gpus_at_once_are_said_to_be_verified_and_more_not() -> None:
         places = [candidate.layout.placement for candidate in plan.candidates]
         assert "at once" in (places[:1] if gpus == 4 else places[:3])
         assert (" at once (not verified on GPUs): " in report_of(plan)) == (gpus > 4)
-        assert f"{gpus} replicas on the same GPUs, " in report_of(plan)
+        assert f"{gpus} replicas, on the same GPUs, " in report_of(plan)
 
 
 def test_the_memory_of_both_is_the_sum(tmp_path: Path) -> None:

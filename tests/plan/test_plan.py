@@ -15,6 +15,7 @@ import pytest
 import tomli_w
 from rich.console import Console
 
+from penstock.services.cli import plan as plans
 from penstock.services.cli.__main__ import main
 from penstock.services.cli.plan import corrections, layout_of, make, preferences, with_outputs
 from penstock.services.client.views import RunView
@@ -33,6 +34,7 @@ from penstock.services.up.disk_space import checkpoint_notice
 from penstock.services.up.display import view
 from penstock.services.up.display.summary import text as closing
 from penstock.shared.errors import SettingsError
+from penstock.shared.process import memory_timeline
 from penstock.shared.settings import Settings, given_tables, load, loads
 from tests.support import tiny
 
@@ -157,11 +159,34 @@ def test_models_that_no_gpu_holds_are_planned_in_shares_and_start_as_written(
     written = load(tmp_path / "run.toml", environment={})
     assert (written.weights.snapshots, written.trainer.zero_stage) == ("sharded", 3)
     assert written.trainer.ranks == 8
+    hosts = trainer.ranks // 8, max(1, parallel // 8)
+    text = (tmp_path / "run.toml").read_text()
+    assert f"trainer.nodes = {hosts[0]}, trainer.gpu.count = 8" in text
+    assert f"--trainer.nodes {hosts[0]} --trainer.node N" in text
+    assert (f"--rollout.nodes {hosts[1]} --rollout.node N" in text) == (hosts[1] > 1)
     assert written.rollout.vllm.tensor_parallel_size == best.layout.tensor_parallel == parallel
     copied_s, written_s = checkpoint_seconds(plan.planner.work, plan.planner.cluster, trainer)
     states = (6 if trainer.optimizer == "adamw_8bit" else 12) * plan.planner.work.shape.weights
     assert copied_s == pytest.approx(states / trainer.ranks / 50e9), "each rank's, to its host's memory"
     assert written_s - copied_s == pytest.approx(states / 2e9), "of all, to storage that hosts share"
+
+
+def test_a_layout_beyond_the_memory_of_a_host_is_a_shortage() -> None:
+    flags = ["--weights.transport=file"]
+    known, enough, unknown = (make(load(None, flags), f"8xH100{host}", "70b") for host in (",700GiB", ",3000GiB", ""))
+    assert all(each.layout.trainer.offload == "none" for each in known.candidates)
+    assert {each.layout for each in enough.candidates} == {each.layout for each in unknown.candidates}
+    assert "in a host's memory: " in report.text(known)
+    assert "of 700 GiB" in report.text(known)
+    assert ", 700 GiB on a host" in report.text(known)
+    assert "on a host" not in report.text(unknown)
+
+
+def test_this_machines_memory_counts_if_it_has_as_many_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plans, "visible_gpus", lambda: [H200] * 2)
+    monkeypatch.setattr(memory_timeline, "host_bytes", lambda: (64 * 2.0**30, 0.0))
+    assert plans.with_host_memory("2xH200") == "2xH200,64.0GiB"
+    assert [plans.with_host_memory(words) for words in ("4xH200", "2xH200,9GiB")] == ["4xH200", "2xH200,9GiB"]
 
 
 def test_micro_batches_hold_the_longest_sample(tmp_path: Path) -> None:
@@ -557,7 +582,7 @@ def test_the_plan_says_which_layouts_this_version_supports(
     plan = make(load(None, []), gpus, model)
     candidate = next(each for each in plan.candidates if each.layout.placement == placement)
     said = report.text(dataclasses.replace(plan, candidates=[candidate]))
-    assert (f"{placement} (not supported yet)" not in said) == supported
+    assert ("(refused)" not in said) == ("trainer and replicas take turns on one host alone" not in said) == supported
 
 
 TEMPLATE = "{% for turn in messages %}{{ turn['role'] }}: {{ turn['content'] }} {% endfor %}{{ style }}"

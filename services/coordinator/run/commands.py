@@ -8,8 +8,8 @@ from penstock.services.coordinator.operations.operations import OperationOutcome
 from penstock.services.coordinator.policies.rollback import Rollbacks
 from penstock.shared.bus import streams
 from penstock.shared.bus.bus import Bus
-from penstock.shared.bus.stores.policy.ledger import ON_REQUEST, Ledger, RunState
-from penstock.shared.bus.stores.policy.rollback import OVER
+from penstock.shared.bus.stores.policy.ledger import Ledger, RunState
+from penstock.shared.bus.stores.policy.rollback import ON_REQUEST, OVER
 from penstock.shared.bus.stores.replicas.cordon import Word, cordons
 from penstock.shared.bus.stores.replicas.heartbeats import heartbeats
 from penstock.shared.bus.stores.run.operations import Operation, OperationState

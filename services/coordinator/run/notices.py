@@ -7,8 +7,8 @@ from typing import Literal
 from penstock.services.coordinator.evaluation.results import Evaluation
 from penstock.services.coordinator.schemas.run import GuardView, NoticeView
 from penstock.shared.bus.messages import StepReport
-from penstock.shared.bus.stores.policy.ledger import ENDED, ON_REQUEST, RunState, RunStatus
-from penstock.shared.bus.stores.policy.rollback import ROLLING_BACK
+from penstock.shared.bus.stores.policy.ledger import ENDED, RunState, RunStatus
+from penstock.shared.bus.stores.policy.rollback import ON_REQUEST, ROLLING_BACK
 from penstock.shared.bus.stores.replicas.heartbeats import Heartbeat, PartFailure
 from penstock.shared.bus.stores.run.functions import Change
 

@@ -59,8 +59,6 @@ class RunState(StrEnum):
 ENDED = (RunState.STOPPED, RunState.FINISHED)
 CANNOT_CONTINUE = "the run cannot continue: "
 """Start of the reason of a trainer's pause that the next trainer may undo."""
-ON_REQUEST = "on request"
-"""Start of the reason of a pause by ``POST /v1/run/pause``."""
 
 
 _SELF_TEST = "self_test:"

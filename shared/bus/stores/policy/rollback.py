@@ -17,6 +17,8 @@ ROLLBACK = key("rollback", "hash", "until the next one", "the rollback under way
 SOURCE = "rollback"
 ROLLING_BACK = "rolling back to version"
 """Start of the reason of the pause meanwhile."""
+ON_REQUEST = "on request"
+"""Start of the reason of a pause by ``POST /v1/run/pause``, which outlasts a rollback."""
 
 
 def descendants(records: Iterable[PolicyRecord], ancestor: PolicyVersion) -> list[PolicyVersion]:
