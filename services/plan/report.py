@@ -114,7 +114,7 @@ def _head(planner: Planner) -> str:
     trained = f", of which LoRA trains {work.trained / 1e6:,.0f}M" if work.lora_rank else ""
     on_host = f", {cluster.host_memory_bytes / GIB:,.0f} GiB on a host" if cluster.host_memory_bytes else ""
     return (
-        f"{work.shape.name} ({work.shape.weights / 1e9:.2f}B weights{trained}) on {cluster.words}: {work.groups} groups of "
+        f"{work.shape.name} ({_counted(work.shape.weights)} weights{trained}) on {cluster.words}: {work.groups} groups of "
         f"{work.group_size} samples a step, max_lag {work.max_lag}\n"
         f"prompts of {work.prompt_tokens:,} tokens{'' if work.counts_prompts else ' (estimated)'}, completions of {work.lengths.mean:,.0f}, at most {work.lengths.most:,}"
         f"{_turns(work)}; "
@@ -140,16 +140,33 @@ def _candidate(plan: Plan, number: int, candidate: Candidate) -> list[str]:
     return [
         f"{number}. {layout.placement}{' (refused)' if refusal else _reservation(candidate)}: {layout.words}",
         *([f"   {refusal}"] if refusal else []),
-        f"   {step_s:,.1f} s a step, {work.samples / step_s:,.1f} samples/s, {hours:,.1f} GPU-hours for {work.steps} steps; "
+        f"   {_rounded(step_s)} s a step, {work.samples / step_s:,.1f} samples/s, {_rounded(hours)} GPU-hours for {work.steps} steps; "
         f"{_bound(candidate)}",
-        f"   weights, {way}: live after {transfer_s:,.1f} s, {transfer_s / step_s:.0%} of a step",
-        f"   a checkpoint's copy takes {_copy_bytes(plan, candidate) / GIB:.1f} GiB of a host's memory and {copied_s:,.1f} s, "
-        f"in which training waits; written after {written_s:,.0f} s",
+        f"   weights, {way}: live after {_rounded(transfer_s)} s, {transfer_s / step_s:.0%} of a step",
+        f"   a checkpoint's copy takes {_rounded(_copy_bytes(plan, candidate) / GIB)} GiB of a host's memory and {_rounded(copied_s)} s, "
+        f"in which training waits; written after {_rounded(written_s, 0)} s",
         *_on_host(plan, candidate),
         *_offloaded(plan, candidate),
         *_routes(plan, candidate),
         *(f"   {side}, {_phase(phase, table)}" for side, table in candidate.memory.items() for phase in table),
     ]
+
+
+def _counted(weights: int) -> str:
+    """
+    >>> _counted(7_615_283_200), _counted(3_400_000)
+    ('7.62B', '3.4M')
+    """
+    return f"{weights / 1e9:.2f}B" if weights >= 1e8 else f"{weights / 1e6:,.1f}M"
+
+
+def _rounded(number: float, digits: int = 1) -> str:
+    """Return a figure with its first digit if all of ``digits`` are 0.
+
+    >>> _rounded(15.62), _rounded(0.0471)
+    ('15.6', '0.05')
+    """
+    return f"{number:,.{digits}f}" if number >= 0.5 * 10.0**-digits else f"{number:.1g}"
 
 
 def _copy_bytes(plan: Plan, candidate: Candidate) -> float:

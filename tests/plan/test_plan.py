@@ -83,8 +83,8 @@ def test_experts_are_divided_among_the_ranks_of_a_host_or_as_set(tmp_path: Path)
     assert load(tmp_path / "run.toml", environment={}).trainer.expert_parallel == 4
     given = make(load(None, ["--trainer.ranks=2", "--trainer.expert_parallel=2"]), "8xH100", "30b-a3b")
     assert preferences(given.settings).trainer.expert_parallel == 2
-    for model, found in (("7b", "found 7b, whose experts"), ("30b-a3b", "found 128 in 30b-a3b")):
-        with pytest.raises(SettingsError, match=rf"trainer.expert_parallel = 3 divides, {found}.*: change it"):
+    for model, refused in (("7b", "found 7b, whose experts"), ("30b-a3b", "found 128 in 30b-a3b")):
+        with pytest.raises(SettingsError, match=rf"trainer.expert_parallel = 3 divides, {refused}.*: change it"):
             make(load(None, ["--trainer.ranks=3", "--trainer.expert_parallel=3"]), "8xH100", model)
     dense = make(load(None, []), "8xH100", "7b")
     assert {each.layout.trainer.expert_parallel for each in dense.candidates} == {1}
