@@ -103,8 +103,17 @@ def check_host(settings: Settings, gpus: int, memory_bytes: float) -> None:
     )
 
 
-def check_processes(settings: Settings, memory_bytes: float) -> None:
+def check_processes(settings: Settings, gpus: int, memory_bytes: float) -> None:
     """Raise SettingsError if this machine's memory cannot hold as many ranks and replicas, whatever the model."""
+    vllm, on_cpu = settings.rollout.vllm, settings.run.device == "cpu" or not gpus
+    is_sized = "kv_cache_memory_bytes" in vllm.arguments or os.environ.get("VLLM_CPU_KVCACHE_SPACE")
+    shares = settings.rollout.replicas * vllm.gpu_memory_utilization
+    if on_cpu and settings.rollout.engine == "vllm" and settings.kind.generates and shares > 1 and not is_sized:
+        raise SettingsError(
+            f"expected rollout.replicas × rollout.vllm.gpu_memory_utilization below 1 for vLLM on a CPU, where each replica takes that "
+            f"share of the machine's memory for its key-value cache, found {shares:g}: lower one of them, or set kv_cache_memory_bytes "
+            "in rollout.vllm.arguments"
+        )
     ranks, replicas = settings.trainer.ranks, settings.rollout.replicas if settings.kind.generates else 0
     if (needed_bytes := (ranks + replicas) * _PROCESS_BYTES) > memory_bytes:
         raise SettingsError(

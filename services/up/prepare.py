@@ -244,7 +244,7 @@ def _check_inputs(settings: Settings) -> None:
     check_context(settings)
     gpus = visible_gpus()
     check_device(settings, len(gpus))
-    check_processes(settings, host_bytes()[0])
+    check_processes(settings, len(gpus), host_bytes()[0])
     check_gpus(settings, gpus)
     check_host(settings, len(gpus), host_bytes()[0])
     if settings.algorithm.needs_critic and settings.algorithm.critic.model:

@@ -133,9 +133,21 @@ def test_counts_that_this_machine_cannot_have_are_refused(config: Path, monkeypa
     settings = load(config, ["--run.device=auto", "--trainer.ranks=3", "--rollout.replicas=5"])
     with pytest.raises(SettingsError, match=r"expected trainer.ranks of at most the 2 GPUs of this machine, found 3"):
         requirements.check_device(settings, 2)
-    certain.check_processes(settings, 2.0**30)
+    certain.check_processes(settings, 0, 2.0**30)
     with pytest.raises(SettingsError, match=r"found 3 and 5, which need at least 1.0: lower them"):
-        certain.check_processes(settings, 2.0**30 - 1)
+        certain.check_processes(settings, 0, 2.0**30 - 1)
+
+
+def test_replicas_of_vllm_on_a_cpu_that_would_fill_its_memory_twice_are_refused(
+    config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+    two = ["--rollout.engine=vllm", "--rollout.replicas=2"]
+    with pytest.raises(SettingsError, match=r"for vLLM on a CPU, .* found 1\.7: lower one of them"):
+        certain.check_processes(load(config, two), 2, 2.0**40)
+    certain.check_processes(load(config, [*two, "--run.device=auto"]), 2, 2.0**40)
+    certain.check_processes(load(config, [*two, "--rollout.vllm.gpu_memory_utilization=0.3"]), 0, 2.0**40)
+    certain.check_processes(load(config, [*two, "--rollout.vllm.arguments.kv_cache_memory_bytes=9"]), 0, 2.0**40)
 
 
 @pytest.mark.parametrize(
