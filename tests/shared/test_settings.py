@@ -44,7 +44,9 @@ def test_a_file_with_a_byte_order_mark_and_other_line_ends_is_read(tmp_path: Pat
     ("flag", "meant"),
     [("--ranks", "'trainer.ranks'"), ("--max_new_token", "'sampling.max_new_tokens'"), ("--group-sise", "'sampling.group_size'")],
 )  # fmt: skip
-def test_a_flag_without_a_table_is_refused_with_the_setting_that_is_meant(tmp_path: Path, flag: str, meant: str) -> None:
+def test_a_flag_without_a_table_is_refused_with_the_setting_that_is_meant(
+    tmp_path: Path, flag: str, meant: str
+) -> None:
     with pytest.raises(SettingsError, match=rf"found '{flag}'; did you mean {meant}\?$"):
         load(write(tmp_path, ""), [flag, "3"], {})
 
