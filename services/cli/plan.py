@@ -52,6 +52,12 @@ def make(settings: Settings, gpus: str, model: str = "", calibrate: Path | None 
     Raises:
         SettingsError: something is not known, or not planned.
     """
+    if not settings.kind.generates:
+        raise SettingsError(
+            f'expected a run that generates with penstock plan, found algorithm.loss = "{settings.algorithm.loss}" on demonstrations or '
+            "preference pairs, of which neither lengths nor layouts are predicted: start it, as `penstock up` refuses what cannot fit on "
+            "this machine's GPUs, and see what it holds with `penstock plan --memory RUN`"
+        )
     if settings.kind is RunKind.MIXTURE:
         raise SettingsError(
             f"expected algorithm.imitation = 0 with penstock plan, found {settings.algorithm.imitation:g}: how many groups of a step are "

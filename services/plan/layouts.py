@@ -80,7 +80,7 @@ class GpuLayout:
     @property
     def words(self) -> str:
         each = f" of {self.tensor_parallel} GPUs" if self.tensor_parallel > 1 else ""
-        each += f", {self.engines} engines each" if self.engines > 1 else ""
+        each += f", {self.engines} engines{' each' * (self.replicas > 1)}" if self.engines > 1 else ""
         where = "" if self.placement == "separate" else ", on the same GPUs"
         mps = ", under CUDA MPS" if self.mps else ""
         return f"train on {_words(self.trainer)}; {_counted(self.replicas, 'replica')}{each}{where}{mps}"

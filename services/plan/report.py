@@ -67,6 +67,10 @@ def text(plan: Plan) -> str:
         lines += [
             f"planned with trainer.micro_batch_tokens = {planned:,}, for the longest sample, which is not trained with {own:,}"
         ]
+    settings = plan.settings
+    given = [("rollout.engine", settings.rollout.engine, "transformers"), ("run.device", settings.run.device, "cpu")]
+    if others := [f'{setting} = "{value}"' for setting, value, other in given if value == other]:
+        lines += [f"planned for vLLM on GPUs, whose memory and rates are others than with {' and '.join(others)}"]
     for number, candidate in enumerate(plan.candidates[:SHOWN], 1):
         lines += ["", *_candidate(plan, number, candidate)]
     if not plan.candidates:
@@ -163,10 +167,12 @@ def _counted(weights: int) -> str:
 def _rounded(number: float, digits: int = 1) -> str:
     """Return a figure with its first digit if all of ``digits`` are 0.
 
-    >>> _rounded(15.62), _rounded(0.0471)
-    ('15.6', '0.05')
+    >>> _rounded(15.62), _rounded(0.0471), _rounded(0.00002)
+    ('15.6', '0.05', '0')
     """
-    return f"{number:,.{digits}f}" if number >= 0.5 * 10.0**-digits else f"{number:.1g}"
+    if number >= 0.5 * 10.0**-digits:
+        return f"{number:,.{digits}f}"
+    return f"{number:.1g}" if number >= 1e-4 else "0"
 
 
 def _copy_bytes(plan: Plan, candidate: Candidate) -> float:

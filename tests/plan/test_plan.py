@@ -171,6 +171,26 @@ def test_models_that_no_gpu_holds_are_planned_in_shares_and_start_as_written(
     assert written_s - copied_s == pytest.approx(states / 2e9), "of all, to storage that hosts share"
 
 
+@pytest.mark.parametrize(
+    "flags", [["--algorithm.loss=cross_entropy"], ["--algorithm.preset=dpo", "--data.rejected_field=bad"]]
+)
+def test_runs_without_generation_are_not_planned_as_if_they_had_one(flags: list[str]) -> None:
+    with pytest.raises(
+        SettingsError, match=r"^expected a run that generates with penstock plan, found algorithm.loss = "
+    ):
+        make(load(None, flags), "1xH200", "7b")
+
+
+def test_what_is_planned_as_vllm_on_gpus_though_the_run_says_otherwise_is_said() -> None:
+    said = "planned for vLLM on GPUs, whose memory and rates are others than with "
+    plain, other = (
+        make(load(None, flags), "1xH200", "0.5b")
+        for flags in ([], ["--run.device=cpu", "--rollout.engine=transformers"])
+    )
+    assert said not in report.text(plain)
+    assert f'{said}rollout.engine = "transformers" and run.device = "cpu"\n' in report.text(other)
+
+
 def test_a_layout_beyond_the_memory_of_a_host_is_a_shortage() -> None:
     flags = ["--weights.transport=file"]
     known, enough, unknown = (make(load(None, flags), f"8xH100{host}", "70b") for host in (",700GiB", ",3000GiB", ""))
