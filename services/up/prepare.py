@@ -15,6 +15,7 @@ from typing import TextIO
 from penstock.services.client.coordinator import TOKEN_FILE
 from penstock.services.coordinator.admission import first_rows
 from penstock.services.plan.certain import check_gpus, check_host, check_processes, visible_gpus
+from penstock.services.plan.workload import workload_of
 from penstock.services.up import run_folder
 from penstock.services.up.continuation import check_steps_left, check_unchanged
 from penstock.services.up.hub_revision import pinned
@@ -27,7 +28,7 @@ from penstock.shared.files import temporary
 from penstock.shared.files.durable import write_whole
 from penstock.shared.files.secret_file import make_secret, read_secret
 from penstock.shared.inputs import ACCEPT, INPUTS, NEXT_INPUTS, settle_inputs
-from penstock.shared.model.context import check_context
+from penstock.shared.model.context import check_context, read_config
 from penstock.shared.model.model_source import check_complete, check_tokenizer
 from penstock.shared.process.memory_timeline import host_bytes
 from penstock.shared.process.service import own_host
@@ -242,6 +243,8 @@ def _check_inputs(settings: Settings) -> None:
             )
     check_complete("policy.model", settings.policy.model)
     check_context(settings)
+    if settings.trainer.expert_parallel > 1 and read_config(settings.policy.model):
+        workload_of(settings)  # refuses a model without such experts
     gpus = visible_gpus()
     check_device(settings, len(gpus))
     check_processes(settings, len(gpus), host_bytes()[0])

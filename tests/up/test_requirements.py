@@ -1,6 +1,7 @@
 """What a run needs of this machine is checked before any process starts."""
 
 import importlib.util
+import json
 import re
 import shlex
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 
 from penstock.services.coordinator.service import load_data
 from penstock.services.plan import certain
+from penstock.services.plan.shapes import SHAPES
 from penstock.services.up import requirements
 from penstock.services.up.prepare import prepare
 from penstock.shared import extras
@@ -130,6 +132,9 @@ def test_counts_that_this_machine_cannot_have_are_refused(config: Path, monkeypa
     chosen = 'expected rollout.vllm.tensor_parallel_size = 1 with the engine "transformers", found 2'
     assert chosen in refusal(config, "--rollout.vllm.tensor_parallel_size=2")
     assert chosen in refusal(config, "--rollout.vllm.tensor_parallel_size=2", "--run.device=auto")
+    (config.parent / "model" / "config.json").write_text(json.dumps({"model_type": "qwen2", **SHAPES["0.5b"]}))
+    dense = refusal(config, "--trainer.ranks=2", "--trainer.expert_parallel=2")
+    assert "expected a mixture whose experts trainer.expert_parallel = 2 divides, found model, whose" in dense
     settings = load(config, ["--run.device=auto", "--trainer.ranks=3", "--rollout.replicas=5"])
     with pytest.raises(SettingsError, match=r"expected trainer.ranks of at most the 2 GPUs of this machine, found 3"):
         requirements.check_device(settings, 2)
