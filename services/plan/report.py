@@ -157,7 +157,8 @@ def _candidate(plan: Plan, number: int, candidate: Candidate) -> list[str]:
 
 
 def _counted(weights: int) -> str:
-    """
+    """Return a number of weights as it is named.
+
     >>> _counted(7_615_283_200), _counted(3_400_000)
     ('7.62B', '3.4M')
     """
@@ -282,8 +283,9 @@ def _run_values(given: Mapping[str, Any], settings: Settings, candidate: Candida
         weights["snapshots"] = "sharded"
     in_turn = layout.placement == "shared"  # where weights are always replaced while generation is paused
     weights["shadow"] = "auto" if layout.shadow or in_turn else "bucketed"
-    table.pop("gpus", None)
-    rollout.pop("gpus", None)
+    for side in (table, rollout):
+        for name in ("gpus", "nodes", "node", "rendezvous"):
+            side.pop(name, None)
     placement = values.pop("placement", {})
     if in_turn:
         values["placement"] = {**placement, "mode": "shared"}

@@ -155,8 +155,9 @@ def test_models_that_no_gpu_holds_are_planned_in_shares_and_start_as_written(
     trainer = best.layout.trainer
     assert (best.layout.placement, trainer.zero_stage, trainer.sharded) == ("separate", 3, True)
     assert all(peak(table) <= plan.planner.limit_bytes * 1.0001 for table in best.memory.values())
-    report.write(plan, {}, tmp_path / "run.toml")
+    report.write(plan, {"trainer": {"nodes": 3, "rendezvous": "a:1"}}, tmp_path / "run.toml")
     written = load(tmp_path / "run.toml", environment={})
+    assert (written.trainer.nodes, written.rollout.nodes) == (1, 1), "of other hosts"
     assert (written.weights.snapshots, written.trainer.zero_stage) == ("sharded", 3)
     assert written.trainer.ranks == 8
     hosts = trainer.ranks // 8, max(1, parallel // 8)
