@@ -10,11 +10,10 @@ import tomli_w
 
 from penstock.services.plan import routes
 from penstock.services.plan.hardware import GIB, Cluster
-from penstock.services.plan.host_memory import checkpoint_copy_bytes, offloaded_states_bytes
 from penstock.services.plan.layouts import Candidate, GpuLayout, Planner
 from penstock.services.plan.memory import Table, offloaded_bytes, peak, total
 from penstock.services.plan.rates import checkpoint_seconds
-from penstock.services.plan.shortage import MemoryShortage
+from penstock.services.plan.shortage import MemoryShortage, checkpoint_copy_bytes, offloaded_states_bytes
 from penstock.services.plan.workload import Workload
 from penstock.shared.errors import SettingsError
 from penstock.shared.files.durable import write_whole
