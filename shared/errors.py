@@ -14,6 +14,7 @@
     ├── PermanentError         will never work for this message            → the entry is buried with its reason
     │   └── MessageError       bytes that are no message of ours           → the same
     ├── WeightsError           a snapshot is torn, corrupt or missing      → keep serving the old weights, next source
+    │   └── SourceGone         its source has ended                        → the same; reported once it lasts
     ├── StateLost              an engine or a device is gone               → the process ends and is restarted
     └── Fenced                 another process took this one's place       → stop at once, commit nothing
 
@@ -78,6 +79,10 @@ class MessageError(PermanentError):
 
 class WeightsError(PenstockError):
     """Weights are missing, torn, corrupt or of another layout."""
+
+
+class SourceGone(WeightsError):
+    """The process that offered weights has ended, such as a trainer that is restarted."""
 
 
 class StateLost(PenstockError):

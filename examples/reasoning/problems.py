@@ -1,5 +1,6 @@
 """Write the problems of this example, or of any other task of `reasoning-gym` (0.1.25, which needs a C compiler).
 
+pip install reasoning-gym
 python examples/reasoning/problems.py
 python examples/reasoning/problems.py letter_counting min_words=3 max_words=8
 """

@@ -380,7 +380,7 @@ def plan(
 
     **Examples**
 
-    `penstock plan my-run.toml --gpus 8xH200`
+    `penstock plan my-run.toml --gpus 8xH200,2000GiB` (with the memory of a host)
 
     `penstock plan --model 70b --gpus 8x8xH100 --sampling.max_new_tokens 8192 --json`
 
@@ -389,7 +389,7 @@ def plan(
     `penstock plan --memory runs/latest`
     """
     from penstock.services.cli import plan as plans
-    from penstock.services.plan import report as shown
+    from penstock.shared.settings import load
 
     if memory is not None:
         from penstock.services.cli.reports import memory as memories
@@ -397,16 +397,11 @@ def plan(
         memories.show(named(memory), words or gpus or model or calibrate or turns or write, as_json=as_json)
         return
     config, flags = split(words or [])
-    made = plans.make(plans.settings_of(config, flags), gpus or "8xH200", model, calibrate, turns)
-    if as_json:
-        console.say_json(shown.as_json(made))
-    else:
-        console.say(shown.text(made))
+    made = plans.make(load(config, flags), plans.with_host_memory(gpus or "8xH200"), model, calibrate, turns)
+    plans.show(made, as_json=as_json)
     if write is not None:
         plans.write(made, config, flags, write)
-        console.warn(f"written: {write}")
-    if not made.candidates:
-        raise typer.Exit(1)
+    raise typer.Exit(0 if made.candidates else 1)
 
 
 @app.command(rich_help_panel=_TOOLS)

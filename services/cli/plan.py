@@ -12,14 +12,17 @@ from pathlib import Path
 
 from penstock.services.plan import measured as runs
 from penstock.services.plan import report
-from penstock.services.plan.hardware import Cluster, parse_cluster
+from penstock.services.plan.certain import visible_gpus
+from penstock.services.plan.hardware import GIB, Cluster, parse_cluster
 from penstock.services.plan.layouts import GpuLayout, Planner, Preferences
 from penstock.services.plan.measured import Corrections, Measured
 from penstock.services.plan.memory import TrainerOptions
 from penstock.services.plan.rates import SLOWED
 from penstock.services.plan.report import Plan, text
 from penstock.services.plan.workload import Workload, bucket_of, snapshots_of, with_turns, workload_of
+from penstock.services.up.display import console
 from penstock.shared.errors import SettingsError
+from penstock.shared.model.context import check_context
 from penstock.shared.settings import SETTINGS_FILE, RunKind, Settings, given_tables, load
 
 _HOSTS, _DECODING = (0.1, 2.0), (0.1, 10.0)
@@ -30,13 +33,17 @@ _LEAST_WAIT = 0.05
 """Of a step: with less, training bounds the run, which does not tell how fast generation is."""
 
 
-def settings_of(config: Path | None, flags: Sequence[str]) -> Settings:
-    return load(config, flags)
+def show(plan: Plan, *, as_json: bool) -> None:
+    if as_json:
+        console.say_json(report.as_json(plan))
+    else:
+        console.say(text(plan))
 
 
 def write(plan: Plan, config: Path | None, flags: Sequence[str], file: Path) -> None:
     """Write what the file and flags give, with the plan's layout. Raises SettingsError."""
-    report.write(plan, given_tables(config, flags), file)
+    by_hand = report.write(plan, given_tables(config, flags), file)
+    console.warn("\n".join([f"written: {file}", *by_hand]))
 
 
 def make(settings: Settings, gpus: str, model: str = "", calibrate: Path | None = None, turns: str = "") -> Plan:
@@ -45,6 +52,12 @@ def make(settings: Settings, gpus: str, model: str = "", calibrate: Path | None 
     Raises:
         SettingsError: something is not known, or not planned.
     """
+    if not settings.kind.generates:
+        raise SettingsError(
+            f'expected a run that generates with penstock plan, found algorithm.loss = "{settings.algorithm.loss}" on demonstrations or '
+            "preference pairs, of which neither lengths nor layouts are predicted: start it, as `penstock up` refuses what cannot fit on "
+            "this machine's GPUs, and see what it holds with `penstock plan --memory RUN`"
+        )
     if settings.kind is RunKind.MIXTURE:
         raise SettingsError(
             f"expected algorithm.imitation = 0 with penstock plan, found {settings.algorithm.imitation:g}: how many groups of a step are "
@@ -52,6 +65,8 @@ def make(settings: Settings, gpus: str, model: str = "", calibrate: Path | None 
         )
     if calibrate is not None and not (runs.folder_of(calibrate) / SETTINGS_FILE).is_file():
         raise SettingsError(f"no run's folder at {calibrate}: change --calibrate")
+    if not model:
+        check_context(settings)
     work, stated = work_of(settings, model), _stated(settings, turns, calibrate)
     if stated is not None:
         work = with_turns(work, settings, *stated)
@@ -79,6 +94,16 @@ def _check_rows(together: int, planner: Planner) -> None:
             f"expected a model that mixes tokens in attention alone with trainer.sequence_parallel = {together}, found {recurrent} layers "
             "whose state passes along the whole row: set it to 1"
         )
+
+
+def with_host_memory(gpus: str) -> str:
+    """Return the words of --gpus, with this machine's memory if it has as many GPUs as a host of theirs."""
+    cluster = parse_cluster(gpus)
+    if cluster.host_memory_bytes or len(visible_gpus()) != cluster.per_node:
+        return gpus
+    from penstock.shared.process.memory_timeline import host_bytes  # imports numpy
+
+    return f"{gpus},{host_bytes()[0] / GIB:.1f}GiB"
 
 
 def _for_longest(own: Preferences, work: Workload, settings: Settings) -> Preferences:
@@ -275,7 +300,7 @@ def with_outputs(page: str) -> str:
     def printed(example: re.Match[str]) -> str:
         words = dict(zip(*[iter(example[1].split())] * 2, strict=True))
         model, gpus = words.pop("--model"), words.pop("--gpus")
-        settings = settings_of(None, [word for pair in words.items() for word in pair])
+        settings = load(None, [word for pair in words.items() for word in pair])
         return f"```console\n$ penstock plan {example[1]}\n{text(make(settings, gpus, model))}\n```"
 
     return _EXAMPLE.sub(printed, page)

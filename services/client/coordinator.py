@@ -24,7 +24,9 @@ TOKEN_FILE = "token"  # noqa: S105 (the name of a file)
 """Token file in the run's folder."""
 _TIMEOUT_S = 10.0
 _GENERATE_S = 150.0
-_ANNOUNCED, _SETTINGS, _SUMMARY = "coordinator.json", "settings.toml", "summary.json"
+_ANNOUNCED, _SETTINGS, _SUMMARY, _METRICS = "coordinator.json", "settings.toml", "summary.json", "metrics.jsonl"
+_TAIL_BYTES = 1 << 16
+"""Of the metrics, more than a step's line."""
 _POLL_S = 0.2
 _SILENCE_S = 30.0
 _LARGEST_BYTES = 256 * 1024**2
@@ -80,9 +82,21 @@ def how_ended(run_folder: Path) -> str:
 
 
 def _why_not(run_folder: Path) -> str:
+    resume = f"`penstock up --resume {shlex.quote(str(run_folder))}"
     if ended := how_ended(run_folder):
-        return f"{ended}. Its report.html and records are in that folder"
-    return f"it is starting or has ended. Its records are in that folder; `penstock up --resume {shlex.quote(str(run_folder))}` continues it"
+        more = f"; {resume} --run.steps N` extends it" if "finished" in ended else ""
+        return f"{ended}. Its report.html and records are in that folder{more}"
+    step = _last_step(run_folder)
+    after = f" after step {step}" if step else ""
+    return f"it is starting, or was interrupted{after}. Its records are in that folder; {resume}` continues it"
+
+
+def _last_step(run_folder: Path) -> int:
+    """Return the newest recorded step; 0: none."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError), (run_folder / _METRICS).open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+        return int(json.loads(file.read().rstrip().rpartition(b"\n")[2])["step"])
+    return 0
 
 
 def read_token(path: Path | None, url: str = "", run_folder: Path | None = None) -> str:

@@ -37,6 +37,8 @@ _EXACT = ("llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "qwen3_moe")
 """Models whose weights config.json gives exactly, but for norms and biases."""
 _MEMORY_ARGUMENTS = frozenset({"kv_cache_memory_bytes", "num_gpu_blocks_override", "max_num_batched_tokens"})
 """Of vLLM, with which its cache, or what it sets aside for activations, is another."""
+_PROCESS_BYTES = 128 * 2.0**20
+"""That a process has at least for itself once it has imported torch."""
 _COUNTED = ("weights", "master weights", "moments", "critic", "reference", "snapshots")
 
 
@@ -99,6 +101,25 @@ def check_host(settings: Settings, gpus: int, memory_bytes: float) -> None:
         f"{'change it' if trainer.offload != 'none' else 'lower it'}, or use a machine with more memory "
         "(`penstock plan` compares layouts)"
     )
+
+
+def check_processes(settings: Settings, gpus: int, memory_bytes: float) -> None:
+    """Raise SettingsError if this machine's memory cannot hold as many ranks and replicas, whatever the model."""
+    vllm, on_cpu = settings.rollout.vllm, settings.run.device == "cpu" or not gpus
+    is_sized = "kv_cache_memory_bytes" in vllm.arguments or os.environ.get("VLLM_CPU_KVCACHE_SPACE")
+    shares = settings.rollout.replicas * vllm.gpu_memory_utilization
+    if on_cpu and settings.rollout.engine == "vllm" and settings.kind.generates and shares > 1 and not is_sized:
+        raise SettingsError(
+            f"expected rollout.replicas × rollout.vllm.gpu_memory_utilization below 1 for vLLM on a CPU, where each replica takes that "
+            f"share of the machine's memory for its key-value cache, found {shares:g}: lower one of them, or set kv_cache_memory_bytes "
+            "in rollout.vllm.arguments"
+        )
+    ranks, replicas = settings.trainer.ranks, settings.rollout.replicas if settings.kind.generates else 0
+    if (needed_bytes := (ranks + replicas) * _PROCESS_BYTES) > memory_bytes:
+        raise SettingsError(
+            f"expected trainer.ranks and rollout.replicas whose processes fit into this machine's memory of {memory_bytes / GIB:.1f} GiB, "
+            f"found {ranks} and {replicas}, which need at least {needed_bytes / GIB:.1f}: lower them"
+        )
 
 
 def inputs_notice(settings: Settings, gpus: Sequence[float], memory_bytes: float) -> str:

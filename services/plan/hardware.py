@@ -1,4 +1,5 @@
-"""GPUs and clusters, from words such as ``8xH200``, ``4x80GiB`` and ``8x8xH100`` (nodes × GPUs × kind)."""
+"""GPUs and clusters, from words such as ``8xH200``, ``4x80GiB`` and ``8x8xH100`` (nodes × GPUs × kind), each with the memory
+of a host if it is known, as in ``8xH200,2000GiB``."""
 
 import dataclasses
 import re
@@ -10,7 +11,8 @@ from penstock.shared.model.flops import peak_tflops
 GIB = float(1 << 30)
 _PER_NODE = 8
 """GPUs of a host, where more are given than a host has."""
-_WORDS = re.compile(r"(?:(\d+)x)?(\d+)x([A-Za-z][\w-]*|\d+(?:\.\d+)?GiB)", re.IGNORECASE)
+_SIZE = r"\d+(?:\.\d+)?"
+_WORDS = re.compile(rf"(?:(\d+)x)?(\d+)x([A-Za-z][\w-]*|{_SIZE}GiB)(?:,({_SIZE})GiB)?", re.IGNORECASE)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -54,6 +56,8 @@ class Cluster:
     """Per GPU between hosts: a card of 400 Gbit/s for each, at 80 %."""
     host_bytes_per_s: float = 50e9
     """Between a GPU and its host's pinned memory."""
+    host_memory_bytes: float = 0.0
+    """Of one host; 0: not known."""
 
     @property
     def gpus(self) -> int:
@@ -69,12 +73,13 @@ def parse_cluster(words: str) -> Cluster:
     read = _WORDS.fullmatch(words.strip())
     if read is None or not int(read[2]) or read[1] == "0":
         raise SettingsError(
-            f"expected GPUs such as 8xH200, 4x80GiB or 8x8xH100 (nodes x GPUs x kind), found {words!r}: change --gpus"
+            "expected GPUs such as 8xH200, 4x80GiB or 8x8xH100 (nodes x GPUs x kind), or 8xH200,2000GiB with the memory of a host, "
+            f"found {words!r}: change --gpus"
         )
     nodes, gpus = int(read[1] or 1), int(read[2])
     if read[1] is None and gpus > _PER_NODE and gpus % _PER_NODE == 0:
         nodes, gpus = gpus // _PER_NODE, _PER_NODE
-    return Cluster(_kind(read[3]), nodes, gpus)
+    return Cluster(_kind(read[3]), nodes, gpus, host_memory_bytes=float(read[4] or 0) * GIB)
 
 
 def _kind(word: str) -> Gpu:

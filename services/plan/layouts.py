@@ -30,6 +30,7 @@ from penstock.services.plan.memory import (
 )
 from penstock.services.plan.pace import Pace, Replicas, pace
 from penstock.services.plan.rates import Rates
+from penstock.services.plan.shortage import MemoryShortage, on_gpu, on_host
 from penstock.services.plan.workload import Workload
 
 Placement = Literal["separate", "shared", "at once"]
@@ -79,19 +80,10 @@ class GpuLayout:
     @property
     def words(self) -> str:
         each = f" of {self.tensor_parallel} GPUs" if self.tensor_parallel > 1 else ""
-        each += f", {self.engines} engines each" if self.engines > 1 else ""
-        where = "" if self.placement == "separate" else " on the same GPUs"
+        each += f", {self.engines} engines{' each' * (self.replicas > 1)}" if self.engines > 1 else ""
+        where = "" if self.placement == "separate" else ", on the same GPUs"
         mps = ", under CUDA MPS" if self.mps else ""
-        return f"train on {_words(self.trainer)}; {self.replicas} replicas{where}{each}{mps}"
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class MemoryShortage:
-    layout: str
-    needed_bytes: float
-    limit_bytes: float
-    component: Component
-    """The largest that a setting reduces."""
+        return f"train on {_words(self.trainer)}; {_counted(self.replicas, 'replica')}{each}{where}{mps}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -177,7 +169,7 @@ class Planner:
                 engine = self._engine(replicas, parallel, engines, self.limit_bytes)
                 if not engine.groups:
                     table: Table = {"generate": engine.memory.components}
-                    yield _shortage(f"an engine on {parallel} GPUs", table, self.limit_bytes)
+                    yield on_gpu(f"an engine on {_counted(parallel, 'GPU')}", table, self.limit_bytes)
                     continue
                 options, table, kept = trainer
                 layout = GpuLayout("separate", options, parallel, replicas, engines, shadow=engine.shadow)
@@ -197,7 +189,7 @@ class Planner:
                     last.layout.replicas
                 ):
                     break
-            yield outcomes[-1]
+            yield next((each for each in reversed(outcomes) if isinstance(each, Candidate)), outcomes[-1])
 
     def _on_rung(self, ranks: int, parallel: int, rung: int) -> Candidate | MemoryShortage:
         """Return trainer and engine by turns, the engine giving way on ``rung``."""
@@ -216,7 +208,10 @@ class Planner:
             "generate": [*engine.memory.components, Component("trainer, waiting", waiting)],
         }
         if not engine.groups or peak(both) > limit_bytes:
-            return _shortage(f"shared: a trainer on {_words(options)}, in turn", both, limit_bytes)
+            return on_gpu(f"shared: a trainer on {_words(options)}, in turn", both, limit_bytes)
+        moved = on_host(f"shared: a trainer on {_words(options)}", self.work, options, self.cluster, moves=rung == 3)
+        if moved is not None:
+            return moved
         layout = GpuLayout("shared", options, parallel, ranks // parallel, rung=rung, shadow=False)
         return self._candidate(layout, {"shared": both}, kept, engine)
 
@@ -242,7 +237,7 @@ class Planner:
         if isinstance(trainer, MemoryShortage) or not engine.groups:
             table, _ = trainer_table(self.work, self._mine(gpus), self.limit_bytes - taken.nbytes)
             name = f"at once: a trainer on {_words(self._mine(gpus))}, {engines} engines"
-            return _shortage(name, _with(table, taken), self.limit_bytes)
+            return on_gpu(name, _with(table, taken), self.limit_bytes)
         used, table, kept = trainer
         sides: dict[str, Table] = {"both": _with(table, taken), "engines": {"generate": engine.memory.components}}
         return self._candidate(GpuLayout("at once", used, 1, gpus, engines, mps=True), sides, kept, engine)
@@ -273,6 +268,7 @@ class Planner:
         """
         mine = self._mine(ranks)
         mine = dataclasses.replace(mine, snapshots=min(mine.snapshots, snapshots))
+        short: MemoryShortage | None = None
         for optimizer, offload in tuple(dict.fromkeys([(mine.optimizer, mine.offload), *_WAYS]))[:ways]:
             variants = _variants(
                 dataclasses.replace(mine, optimizer=optimizer, offload=offload), mine, self._shares_of_experts(mine)
@@ -281,10 +277,15 @@ class Planner:
             if mine.snapshots == 2 and ranks > 1 and not any(options.snapshots for _, options, _, _ in fitting):
                 in_shares = [dataclasses.replace(each, sharded=True) for each in variants if each.snapshots]
                 fitting += self._fitting(in_shares, limit_bytes)
-            if fitting:
-                return min(fitting, key=lambda each: each[0])[1:]
+            for _, options, table, kept in sorted(fitting, key=lambda each: each[0]):
+                beyond = on_host(f"a trainer on {_words(options)}", self.work, options, self.cluster)
+                if beyond is None:
+                    return options, table, kept
+                short = short or beyond
+        if short is not None:
+            return short
         table, _ = trainer_table(self.work, mine, limit_bytes)
-        return _shortage(f"a trainer on {_words(mine)}", table, limit_bytes)
+        return on_gpu(f"a trainer on {_words(mine)}", table, limit_bytes)
 
     def _fitting(
         self, variants: Sequence[TrainerOptions], limit_bytes: float, *, frees: bool = False
@@ -376,6 +377,10 @@ def _variants(way: TrainerOptions, mine: TrainerOptions, shares: Sequence[int]) 
     ]
 
 
+def _counted(number: int, word: str) -> str:
+    return f"{number} {word}{'s' * (number != 1)}"
+
+
 def _words(options: TrainerOptions) -> str:
     more = ", 8-bit Adam" if options.optimizer == "adamw_8bit" else ""
     more += f", offload {options.offload}" if options.offload != "none" else ""
@@ -392,9 +397,3 @@ def _without_snapshots(table: Table) -> Table:
 
 def _with(table: Table, component: Component) -> Table:
     return {phase: [*parts, component] for phase, parts in table.items()}
-
-
-def _shortage(layout: str, table: Table, limit_bytes: float) -> MemoryShortage:
-    phase = max(table.values(), key=total)
-    largest = max((part for part in phase if part.advice), key=lambda part: part.nbytes)
-    return MemoryShortage(layout, total(phase), limit_bytes, largest)

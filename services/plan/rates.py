@@ -14,9 +14,9 @@ The constants are measurements on H200s (benchmarks/results) and docs/plan.md co
 import dataclasses
 
 from penstock.services.plan.hardware import Cluster
-from penstock.services.plan.host_memory import checkpoint_copy_bytes
 from penstock.services.plan.memory import TrainerOptions, kv_bytes
 from penstock.services.plan.shapes import Shape
+from penstock.services.plan.shortage import checkpoint_copy_bytes
 from penstock.services.plan.workload import Workload
 from penstock.shared.model.flops import BACKWARD, forward_flops
 

@@ -10,10 +10,10 @@ import tomli_w
 
 from penstock.services.plan import routes
 from penstock.services.plan.hardware import GIB, Cluster
-from penstock.services.plan.host_memory import checkpoint_copy_bytes, offloaded_states_bytes
-from penstock.services.plan.layouts import Candidate, GpuLayout, MemoryShortage, Planner
+from penstock.services.plan.layouts import Candidate, GpuLayout, Planner
 from penstock.services.plan.memory import Table, offloaded_bytes, peak, total
 from penstock.services.plan.rates import checkpoint_seconds
+from penstock.services.plan.shortage import MemoryShortage, checkpoint_copy_bytes, offloaded_states_bytes
 from penstock.services.plan.workload import Workload
 from penstock.shared.errors import SettingsError
 from penstock.shared.files.durable import write_whole
@@ -42,19 +42,21 @@ class Plan:
         """
         if given is None:
             given = self.settings.model_dump(mode="json", exclude_unset=True, exclude_none=True)
-        planner = self.planner
-        if candidate.layout.placement == "shared" and planner.cluster.nodes > 1:
+        cluster = self.planner.cluster
+        if candidate.layout.placement == "shared" and cluster.nodes > 1:
             raise SettingsError("trainer and replicas take turns on one host alone")
-        text = tomli_w.dumps(_run_values(given, self.settings, candidate, planner.cluster))
-        loads(text, "run.toml")
-        return text
+        values = _run_values(given, self.settings, candidate, cluster)
+        loads(tomli_w.dumps(_on_hosts(values, candidate.layout, cluster)), "run.toml")
+        by_hand = "".join(f"# {line}\n" for line in _by_hand(candidate.layout, cluster))
+        return f"{by_hand}{tomli_w.dumps(values)}"
 
-    def is_supported(self, candidate: Candidate) -> bool:
+    def refusal(self, candidate: Candidate) -> str:
+        """Return why this version does not support the layout; "": it does."""
         try:
             self.run_file(candidate)
-        except SettingsError:
-            return False
-        return True
+        except SettingsError as error:
+            return str(error).removeprefix("run.toml: ")
+        return ""
 
 
 def text(plan: Plan) -> str:
@@ -64,6 +66,10 @@ def text(plan: Plan) -> str:
         lines += [
             f"planned with trainer.micro_batch_tokens = {planned:,}, for the longest sample, which is not trained with {own:,}"
         ]
+    settings = plan.settings
+    given = [("rollout.engine", settings.rollout.engine, "transformers"), ("run.device", settings.run.device, "cpu")]
+    if others := [f'{setting} = "{value}"' for setting, value, other in given if value == other]:
+        lines += [f"planned for vLLM on GPUs, whose memory and rates are others than with {' and '.join(others)}"]
     for number, candidate in enumerate(plan.candidates[:SHOWN], 1):
         lines += ["", *_candidate(plan, number, candidate)]
     if not plan.candidates:
@@ -87,13 +93,14 @@ def as_json(plan: Plan) -> dict[str, Any]:
     }
 
 
-def write(plan: Plan, given: Mapping[str, Any], file: Path) -> None:
-    """Write the run's TOML file of the ``given`` tables with the fastest layout that this version supports.
+def write(plan: Plan, given: Mapping[str, Any], file: Path) -> list[str]:
+    """Write the run's TOML file of the ``given`` tables with the fastest layout that this version supports; return what is
+    set by hand, where it is for several hosts.
 
     Raises:
         SettingsError: there is no such layout, or the file cannot be written.
     """
-    candidate = next(filter(plan.is_supported, plan.candidates), None)
+    candidate = next((each for each in plan.candidates if not plan.refusal(each)), None)
     if candidate is None and plan.candidates:
         plan.run_file(plan.candidates[0])  # says why
     if candidate is None:
@@ -102,17 +109,19 @@ def write(plan: Plan, given: Mapping[str, Any], file: Path) -> None:
         write_whole(file, plan.run_file(candidate, given))
     except OSError as error:
         raise SettingsError(f"expected a file to write to at {file}, found: {error}: change --write") from error
+    return _by_hand(candidate.layout, plan.planner.cluster)
 
 
 def _head(planner: Planner) -> str:
     work, cluster = planner.work, planner.cluster
     trained = f", of which LoRA trains {work.trained / 1e6:,.0f}M" if work.lora_rank else ""
+    on_host = f", {cluster.host_memory_bytes / GIB:,.0f} GiB on a host" if cluster.host_memory_bytes else ""
     return (
-        f"{work.shape.name} ({work.shape.weights / 1e9:.2f}B weights{trained}) on {cluster.words}: {work.groups} groups of "
+        f"{work.shape.name} ({_counted(work.shape.weights)} weights{trained}) on {cluster.words}: {work.groups} groups of "
         f"{work.group_size} samples a step, max_lag {work.max_lag}\n"
         f"prompts of {work.prompt_tokens:,} tokens{'' if work.counts_prompts else ' (estimated)'}, completions of {work.lengths.mean:,.0f}, at most {work.lengths.most:,}"
         f"{_turns(work)}; "
-        f"{planner.limit_bytes / GIB:.1f} GiB usable on a GPU"
+        f"{planner.limit_bytes / GIB:.1f} GiB usable on a GPU{on_host}"
     )
 
 
@@ -125,24 +134,45 @@ def _turns(work: Workload) -> str:
 
 
 def _candidate(plan: Plan, number: int, candidate: Candidate) -> list[str]:
-    layout, work = candidate.layout, plan.planner.work
+    layout, work, refusal = candidate.layout, plan.planner.work, plan.refusal(candidate)
     step_s, trainer = candidate.pace.step_s, candidate.layout.trainer
     hours = work.steps * step_s * layout.gpus / 3600
     way = ("pulled from all ranks" if trainer.sharded else "pulled") if trainer.snapshots else "by file"
     transfer_s = candidate.rates.transfer_s
     copied_s, written_s = checkpoint_seconds(work, plan.planner.cluster, trainer)
     return [
-        f"{number}. {layout.placement}{_reservation(plan, candidate)}: {layout.words}",
-        f"   {step_s:,.1f} s a step, {work.samples / step_s:,.1f} samples/s, {hours:,.1f} GPU-hours for {work.steps} steps; "
+        f"{number}. {layout.placement}{' (refused)' if refusal else _reservation(candidate)}: {layout.words}",
+        *([f"   {refusal}"] if refusal else []),
+        f"   {_rounded(step_s)} s a step, {work.samples / step_s:,.1f} samples/s, {_rounded(hours)} GPU-hours for {work.steps} steps; "
         f"{_bound(candidate)}",
-        f"   weights, {way}: live after {transfer_s:,.1f} s, {transfer_s / step_s:.0%} of a step",
-        f"   a checkpoint's copy takes {_copy_bytes(plan, candidate) / GIB:.1f} GiB of a host's memory and {copied_s:,.1f} s, "
-        f"in which training waits; written after {written_s:,.0f} s",
+        f"   weights, {way}: live after {_rounded(transfer_s)} s, {transfer_s / step_s:.0%} of a step",
+        f"   a checkpoint's copy takes {_rounded(_copy_bytes(plan, candidate) / GIB)} GiB of a host's memory and {_rounded(copied_s)} s, "
+        f"in which training waits; written after {_rounded(written_s, 0)} s",
         *_on_host(plan, candidate),
         *_offloaded(plan, candidate),
         *_routes(plan, candidate),
         *(f"   {side}, {_phase(phase, table)}" for side, table in candidate.memory.items() for phase in table),
     ]
+
+
+def _counted(weights: int) -> str:
+    """Return a number of weights as it is named.
+
+    >>> _counted(7_615_283_200), _counted(3_400_000)
+    ('7.62B', '3.4M')
+    """
+    return f"{weights / 1e9:.2f}B" if weights >= 1e8 else f"{weights / 1e6:,.1f}M"
+
+
+def _rounded(number: float, digits: int = 1) -> str:
+    """Return a figure with its first digit if all of ``digits`` are 0.
+
+    >>> _rounded(15.62), _rounded(0.0471), _rounded(0.00002)
+    ('15.6', '0.05', '0')
+    """
+    if number >= 0.5 * 10.0**-digits:
+        return f"{number:,.{digits}f}"
+    return f"{number:.1g}" if number >= 1e-4 else "0"
 
 
 def _copy_bytes(plan: Plan, candidate: Candidate) -> float:
@@ -181,11 +211,9 @@ def _routes(plan: Plan, candidate: Candidate) -> list[str]:
     return [f"   experts of tokens take up to {on_trainer / GIB:.1f} GiB of the memory of rank 0's host{beside}"]
 
 
-def _reservation(plan: Plan, candidate: Candidate) -> str:
-    """Return what is said of a layout that cannot be run, or was not (docs/placement.md)."""
+def _reservation(candidate: Candidate) -> str:
+    """Return what is said of a layout that was not run (docs/placement.md)."""
     layout = candidate.layout
-    if not plan.is_supported(candidate):
-        return " (not supported yet)"
     one_each = layout.tensor_parallel == 1 and (layout.engines == 1 or layout.placement == "at once")
     tried = layout.placement == "separate" or (one_each and layout.trainer.ranks <= _TRIED_RANKS[layout.placement])
     return "" if tried else " (not verified on GPUs)"
@@ -209,7 +237,7 @@ def _phase(phase: Any, table: Table) -> str:
 def _refusal(problem: MemoryShortage) -> str:
     part = problem.component
     return (
-        f"{problem.layout}: {problem.needed_bytes / GIB:,.0f} of {problem.limit_bytes / GIB:.0f} GiB, "
+        f"{problem.layout}: {problem.needed_bytes / GIB:,.0f} of {problem.limit_bytes / GIB:,.0f} GiB, "
         f"{part.nbytes / GIB:,.0f} of them {part.name}: {part.advice}"
     )
 
@@ -222,7 +250,7 @@ def _entry(plan: Plan, candidate: Candidate) -> dict[str, Any]:
     return {
         **dataclasses.asdict(candidate.layout),
         "words": candidate.layout.words,
-        "supported": plan.is_supported(candidate),
+        "supported": not plan.refusal(candidate),
         "gpus": candidate.layout.gpus,
         "samples_per_s": plan.planner.work.samples / candidate.pace.step_s,
         **dataclasses.asdict(candidate.pace),
@@ -246,7 +274,7 @@ def _run_values(given: Mapping[str, Any], settings: Settings, candidate: Candida
     table |= {name: getattr(trainer, name) for name in ("zero_stage", "optimizer", "offload", "expert_parallel")}
     if trainer.micro_batch_tokens != settings.trainer.micro_batch_tokens:
         table["micro_batch_tokens"] = trainer.micro_batch_tokens
-    table["ranks"] = min(trainer.ranks, cluster.per_node) if cluster.nodes > 1 else trainer.ranks
+    table["ranks"] = min(trainer.ranks, cluster.per_node)
     rollout |= {"replicas": layout.replicas, "max_groups": candidate.max_groups, "engines_per_gpu": layout.engines}
     vllm = rollout.setdefault("vllm", {})
     vllm["tensor_parallel_size"] = layout.tensor_parallel
@@ -259,14 +287,50 @@ def _run_values(given: Mapping[str, Any], settings: Settings, candidate: Candida
         weights["snapshots"] = "sharded"
     in_turn = layout.placement == "shared"  # where weights are always replaced while generation is paused
     weights["shadow"] = "auto" if layout.shadow or in_turn else "bucketed"
-    table.pop("gpus", None)
-    rollout.pop("gpus", None)
+    for side in (table, rollout):
+        for name in ("gpus", "nodes", "node", "rendezvous"):
+            side.pop(name, None)
     placement = values.pop("placement", {})
     if in_turn:
         values["placement"] = {**placement, "mode": "shared"}
     elif cluster.nodes == 1:
         table["gpus"], rollout["gpus"] = _gpus(layout)
     return values
+
+
+def _hosts(layout: GpuLayout, cluster: Cluster) -> tuple[int, int]:
+    """Return the hosts of the trainer, and of a replica."""
+    return -(-layout.trainer.ranks // cluster.per_node), -(-layout.tensor_parallel // cluster.per_node)
+
+
+def _on_hosts(values: Mapping[str, Any], layout: GpuLayout, cluster: Cluster) -> dict[str, Any]:
+    """Return ``values`` as the first of several hosts gets them."""
+    of = dict(zip(("trainer", "rollout"), _hosts(layout, cluster), strict=True))
+    tables = {name: {**values[name], "nodes": nodes, "rendezvous": "host:1"} for name, nodes in of.items() if nodes > 1}
+    if "rollout" in tables:
+        tables["rollout"]["secret_file"] = "secret"  # noqa: S105 (a name, to check the rest)
+    return {**values, **tables}
+
+
+def _by_hand(layout: GpuLayout, cluster: Cluster) -> list[str]:
+    """Return what a run on several hosts needs beside its file."""
+    if cluster.nodes == 1:
+        return []
+    trainer, replica = _hosts(layout, cluster)
+    values = f"trainer.nodes = {trainer}, trainer.gpu.count = {min(layout.trainer.ranks, cluster.per_node)}, rollout.replicas = {layout.replicas}, rollout.nodes = {replica}"
+    each = min(layout.tensor_parallel, cluster.per_node)
+    lines = [
+        f"For {cluster.nodes} hosts. On Kubernetes, values of the chart: {values}, rollout.gpu.count = {each}.",
+        "Elsewhere, start each service on its host (docs/kubernetes.md)",
+    ]
+    if trainer > 1:
+        lines[-1] += f"; the trainer with --trainer.nodes {trainer} --trainer.node N --trainer.rendezvous HOST:PORT"
+    if replica > 1:
+        lines[-1] += (
+            f"; a replica with --rollout.nodes {replica} --rollout.node N --rollout.rendezvous HOST:PORT --rollout.secret_file FILE"
+        )
+    lines[-1] += "."
+    return lines
 
 
 def _gpus(layout: GpuLayout) -> tuple[list[int], list[int]]:

@@ -133,10 +133,14 @@ def shape_of(model: str) -> Shape:
     config = known if known is not None else _cached(model)
     if not config:
         raise SettingsError(
-            f"no config.json of a model at {model!r}: set policy.model to a folder in Hugging Face form, or give penstock plan "
-            f"--model with one of {', '.join(SHAPES)}"
+            f"no config.json of a model at {model!r}: set policy.model to a folder in Hugging Face form{_hub_advice(model)}, or "
+            f"give penstock plan --model with one of {', '.join(SHAPES)}"
         )
     return from_config(config, model if known is not None else Path(model).name)
+
+
+def _hub_advice(model: str) -> str:
+    return f", run `hf download {model} config.json` if it is a model of the Hub" if model.count("/") == 1 else ""
 
 
 def from_config(config: Config, name: str) -> Shape:

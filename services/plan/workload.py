@@ -177,7 +177,7 @@ def snapshots_of(settings: Settings) -> int:
 
 def workload_of(settings: Settings, model: str = "") -> Workload:
     """Return the work that ``settings`` describe, with the shape ``model`` instead of policy.model. Raises
-    SettingsError: the model's sizes cannot be read.
+    SettingsError: the model's sizes cannot be read, or it has no experts that trainer.expert_parallel divides.
     """
     algorithm, sampling = settings.algorithm, settings.sampling
     shape = shape_of(model or settings.policy.model)
@@ -185,6 +185,8 @@ def workload_of(settings: Settings, model: str = "") -> Workload:
     critic = None
     if algorithm.needs_critic:
         critic = shape_of(algorithm.critic.model) if algorithm.critic.model else shape
+    for of in (shape, critic or shape):
+        _check_experts(of, settings.trainer.expert_parallel)
     forwards = (algorithm.proximal == "recomputed") + reference
     return Workload(
         shape=shape,
@@ -202,6 +204,18 @@ def workload_of(settings: Settings, model: str = "") -> Workload:
         uncounted=tuple(_scoring_models(settings)),
         replays=settings.trainer.router_replay,
     )
+
+
+def _check_experts(shape: Shape, ranks: int) -> None:
+    if ranks > 1 and (not shape.experts or shape.experts % ranks):
+        has = (
+            f"{shape.experts} in {shape.name}"
+            if shape.experts
+            else f"{shape.name}, whose experts cannot be divided, or which has none"
+        )
+        raise SettingsError(
+            f"expected a mixture whose experts trainer.expert_parallel = {ranks} divides, found {has}: change it, or leave it out"
+        )
 
 
 def with_turns(work: Workload, settings: Settings, turns: float, given_tokens: float, wait_s: float) -> Workload:

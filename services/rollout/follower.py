@@ -19,7 +19,7 @@ import contextlib
 import logging
 import random
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 from prometheus_client import Counter, Gauge, Histogram
 
@@ -33,7 +33,7 @@ from penstock.shared.bus.bus import Bus
 from penstock.shared.bus.messages import PolicyRecord, PolicyUpdate, PolicyVersion
 from penstock.shared.bus.stores.policy.ledger import Ledger
 from penstock.shared.bus.stores.replicas.heartbeats import heartbeats
-from penstock.shared.errors import NotHere, WeightsError
+from penstock.shared.errors import NotHere, SourceGone, WeightsError
 from penstock.shared.process.telemetry import Status, tell
 from penstock.shared.weights.receiver.puller import Puller, file_offer
 from penstock.shared.weights.transport.offer import Offer
@@ -105,6 +105,7 @@ class Follower:
         self._changed = asyncio.Condition()
         self._told = asyncio.Event()
         self._failing_since_s: float | None = None
+        self._is_told = False
         self._wanted: PolicyUpdate | None = None
         self._after = "0"
         self._released = False
@@ -217,7 +218,7 @@ class Follower:
                 WEIGHT_PULLS_OVERTAKEN.inc()
                 failures = 0
             else:
-                await self._note_failure(update.record.version, "; ".join(errors))
+                await self._note_failure(update.record.version, errors)
                 retried, failures = update, failures + 1
 
     async def _next(self) -> PolicyUpdate:
@@ -250,26 +251,27 @@ class Follower:
 
     # ---------------------------------------------------------------- one version
 
-    async def _pull(self, update: PolicyUpdate, *, again: bool) -> list[str]:
+    async def _pull(self, update: PolicyUpdate, *, again: bool) -> list[WeightsError]:
         """Try each source; return all errors, or none once the version is live."""
-        errors: list[str] = []
+        errors: list[WeightsError] = []
         for attempt in await self._attempts(update, again=again):
             if errors and self._is_passed(update):
                 return errors
             try:
                 async with self._pulling():
                     if self._is_passed(update):  # while another process used the device
-                        return [f"a newer version overtook version {update.record.version}"]
+                        return [WeightsError(f"a newer version overtook version {update.record.version}")]
                     await self._pull_from(attempt, update)
                     await self._note_success(update.record)
             except WeightsError as error:
-                errors.append(f"{attempt.kind} {attempt.address}: {error}".replace(" :", ":"))
-                log.info("source failed", extra={"version": update.record.version, "error": errors[-1]})
+                text = f"{attempt.kind} {attempt.address}: {error}".replace(" :", ":")
+                errors.append(SourceGone(text) if isinstance(error, SourceGone) else WeightsError(text))
+                log.info("source failed", extra={"version": update.record.version, "error": text})
                 continue
             return []
         if self._engine.torn:
-            raise EngineDied(f"no source gave whole weights: {'; '.join(errors)}")
-        return errors or ["the record has neither a source nor a location"]
+            raise EngineDied(f"no source gave whole weights: {'; '.join(map(str, errors))}")
+        return errors or [WeightsError("the record has neither a source nor a location")]
 
     def _is_passed(self, update: PolicyUpdate) -> bool:
         return self._wanted is not update and update.record.version != self._hold.version
@@ -323,7 +325,7 @@ class Follower:
 
     async def _note_success(self, record: PolicyRecord) -> None:
         POLICY_VERSION.set(record.version)
-        self._failing_since_s = None
+        self._failing_since_s, self._is_told = None, False
         self._status.version = record.version
         self._status.source = self._engine.peer_address
         self._status.start.end()
@@ -331,12 +333,16 @@ class Follower:
         await self._notify()
         await self._probe.check(record)
 
-    async def _note_failure(self, version: PolicyVersion, error: str) -> None:
-        self._status.last_error = error
-        log.warning("weights refused, the old version stays", extra={"version": version, "error": error})
+    async def _note_failure(self, version: PolicyVersion, errors: Sequence[WeightsError]) -> None:
+        """Report what failed; that sources have ended only if no trainer offers the version again in time."""
         if self._failing_since_s is None:
             self._failing_since_s = time.monotonic()
-            await tell(self.bus, self._replica, "weights refused", error, version=int(version))
+        if self.gave_up or not all(isinstance(error, SourceGone) for error in errors):
+            text = self._status.last_error = "; ".join(map(str, errors))
+            log.warning("weights refused, the old version stays", extra={"version": version, "error": text})
+            if not self._is_told:
+                self._is_told = True
+                await tell(self.bus, self._replica, "weights refused", text, version=int(version))
         await self._notify()
 
     async def _notify(self) -> None:

@@ -77,7 +77,7 @@ class Loading:
         settings, trainer, context = self._settings, self._settings.trainer, self._context
         self._mailbox.send(Began("loading the model"))
         config = read_config(settings.policy.model)
-        check_context(config, context, settings.sampling.max_new_tokens, settings.policy.model)
+        check_context(settings)
         with warm_up.beside(config, trainer.kernels, self._device):
             model = load_model(settings.policy, self._dtype, context)
             self._mailbox.send(Began("compiling kernels"))

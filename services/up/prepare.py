@@ -14,7 +14,8 @@ from typing import TextIO
 
 from penstock.services.client.coordinator import TOKEN_FILE
 from penstock.services.coordinator.admission import first_rows
-from penstock.services.plan.certain import check_gpus, check_host, visible_gpus
+from penstock.services.plan.certain import check_gpus, check_host, check_processes, visible_gpus
+from penstock.services.plan.workload import workload_of
 from penstock.services.up import run_folder
 from penstock.services.up.continuation import check_steps_left, check_unchanged
 from penstock.services.up.hub_revision import pinned
@@ -239,10 +240,12 @@ def _check_inputs(settings: Settings) -> None:
                 "start the services by themselves on each host (docs/kubernetes.md), or change it"
             )
     check_complete("policy.model", settings.policy.model)
-    limit, new = settings.rollout.max_model_len, settings.sampling.max_new_tokens
-    check_context(read_config(settings.policy.model), limit, new, settings.policy.model)
+    check_context(settings)
+    if settings.trainer.expert_parallel > 1 and read_config(settings.policy.model):
+        workload_of(settings)  # refuses a model without such experts
     gpus = visible_gpus()
     check_device(settings, len(gpus))
+    check_processes(settings, len(gpus), host_bytes()[0])
     check_gpus(settings, gpus)
     check_host(settings, len(gpus), host_bytes()[0])
     if settings.algorithm.needs_critic and settings.algorithm.critic.model:

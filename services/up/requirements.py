@@ -11,7 +11,7 @@ from penstock.shared.dataset_source import hub_dataset
 from penstock.shared.errors import SettingsError
 from penstock.shared.extras import install_advice, missing
 from penstock.shared.preflight.node import driver
-from penstock.shared.settings import Settings
+from penstock.shared.settings import Settings, check_plain_engine, check_reproducible, check_shared_engine
 from penstock.shared.settings.rewards.models import ModelScorer
 from penstock.shared.settings.rewards.scorers import AnswerScorer, FormatScorer
 from penstock.shared.settings.rollout import EpisodesSettings
@@ -93,13 +93,31 @@ def _of_episodes(episodes: EpisodesSettings) -> Iterator[str]:
 
 
 def check_device(settings: Settings, gpus: int) -> None:
-    """Raise SettingsError if a GPU is required and this machine has none; ``gpus`` are those that nvidia-smi shows."""
+    """Raise SettingsError if GPUs are required and this machine has none, or fewer; ``gpus`` are those that nvidia-smi shows."""
     models = settings.reward.models.device.startswith("cuda") and (
         settings.algorithm.reference_travels or any(isinstance(of, ModelScorer) for of in settings.reward.scorers)
     )
     required = 'run.device = "cuda"' if settings.run.device == "cuda" else "reward.models.device" if models else ""
     if required and not gpus and not (checked := driver()).ok:
         raise SettingsError(f"{required} needs a GPU: {checked.sentence}, or change {required.partition(' ')[0]}")
+    ranks, parallel = settings.trainer.ranks, settings.rollout.vllm.tensor_parallel_size
+    for name, count in (("trainer.ranks", ranks), ("rollout.vllm.tensor_parallel_size", parallel)):
+        if gpus and settings.run.device != "cpu" and count > gpus:
+            raise SettingsError(f"expected {name} of at most the {gpus} GPUs of this machine, found {count}: lower it")
+    _check_chosen_engine(settings, gpus)
+
+
+def _check_chosen_engine(settings: Settings, gpus: int) -> None:
+    """Raise SettingsError if ``rollout.engine = "auto"`` chooses transformers here, which other settings exclude."""
+    on_cpu = settings.run.device == "cpu" or not (gpus or driver().ok)
+    if not settings.kind.generates or settings.rollout.engine != "auto" or not (on_cpu or missing(["vllm"])):
+        return
+    try:
+        check_reproducible(settings, "transformers")
+        check_shared_engine(settings, "transformers", on_gpu=False)
+        check_plain_engine(settings, "transformers")
+    except ValueError as error:
+        raise SettingsError(str(error)) from error
 
 
 @contextlib.contextmanager

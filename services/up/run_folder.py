@@ -48,9 +48,8 @@ def make_run_folder(settings: Settings) -> Path:
         probe = folder / "up.lock"
         probe.touch(mode=0o600)
     except OSError as error:
-        raise SettingsError(
-            f"could not write to the run's folder {folder} ({error.strerror}): change run.folder"
-        ) from error
+        reason = "a file has that name" if isinstance(error, FileExistsError) else error.strerror
+        raise SettingsError(f"could not write to the run's folder {folder} ({reason}): change run.folder") from error
     if (folder / SETTINGS_FILE).exists():
         raise SettingsError(
             f"a run exists in {folder}: continue it with `penstock up --resume {shlex.quote(str(folder))}`, or change run.id"

@@ -3,9 +3,12 @@
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from penstock.shared.errors import SettingsError
+
+if TYPE_CHECKING:
+    from penstock.shared.settings import Settings
 
 _NAMES = ("max_position_embeddings", "n_positions", "max_seq_len")
 
@@ -25,11 +28,12 @@ def own_context(config: Mapping[str, Any]) -> int:
     return int(own * factor) if kind in ("linear", "dynamic") else own
 
 
-def check_context(config: Mapping[str, Any], limit: int, max_new_tokens: int, model: str) -> None:
-    """Raise SettingsError if a one-token prompt and its completion may exceed ``limit`` (0: the model's own)."""
-    own = own_context(config)
+def check_context(settings: "Settings") -> None:
+    """Raise SettingsError if a one-token prompt and its completion may exceed the model's context, or the one that is set."""
+    model, limit = settings.policy.model, settings.rollout.max_model_len
+    own, max_new_tokens = own_context(read_config(model)), settings.sampling.max_new_tokens
     context = limit or own
-    if context and max_new_tokens >= context:
+    if settings.kind.generates and context and max_new_tokens >= context:
         of = "rollout.vllm.max_model_len" if limit else f"the context of {model}"
         raise SettingsError(
             f"expected sampling.max_new_tokens below {context} tokens, {of}, so that there is room for a prompt, found {max_new_tokens}: "

@@ -235,9 +235,9 @@ class TokenizerCodec:
         longest = self._context_tokens - prompt.sampling.max_new_tokens
         if len(token_ids) > longest:
             raise PermanentError(
-                f"expected a prompt of at most {longest} tokens in {prompt.problem} (the model's context of "
-                f"{self._context_tokens} less {prompt.sampling.max_new_tokens} new ones), found {len(token_ids)}: "
-                "shorten it, or lower sampling.max_new_tokens"
+                f"expected a prompt of at most {longest} tokens in {prompt.problem} (a context of "
+                f"{self._context_tokens}, the model's or rollout.vllm.max_model_len, less sampling.max_new_tokens = "
+                f"{prompt.sampling.max_new_tokens}), found {len(token_ids)}: shorten it, or change one of them"
             )
         if int(token_ids.max()) >= self._vocabulary:
             raise PermanentError(

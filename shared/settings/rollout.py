@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from penstock.shared.settings.section import OptionalPath, Section
+from penstock.shared.settings.section import Count, OptionalPath, Section
 
 _OBJECT = r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$"
 _HERE = re.compile(r"localhost$|127\.|::1$", re.IGNORECASE)
@@ -76,7 +76,7 @@ class SamplingSettings(Section):
 class VllmSettings(Section):
     """vLLM, where it generates."""
 
-    tensor_parallel_size: PositiveInt = Field(default=1)
+    tensor_parallel_size: Count = Field(default=1)
     """GPUs per replica that share each layer."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = Field(default=0.85)
     """Share of the GPU's memory for vLLM, weights and key-value cache together."""
@@ -104,9 +104,9 @@ class VllmSettings(Section):
 class RolloutSettings(Section):
     """The replicas that generate."""
 
-    replicas: PositiveInt = Field(default=1)
+    replicas: Count = Field(default=1)
     """Replicas that `penstock up` starts."""
-    nodes: PositiveInt = Field(default=1)
+    nodes: Count = Field(default=1)
     """Hosts per replica, for a model that does not fit on one (vLLM only). Start the service on each; they share
     rollout.vllm.tensor_parallel_size equally."""
     node: NonNegativeInt = Field(default=0)
@@ -196,7 +196,7 @@ class EpisodesSettings(Section):
     """Maximum seconds of its import, and of `reset`."""
     deadline_s: PositiveFloat = Field(default=1800.0)
     """Seconds after which an episode ends, and is scored. Default: 1800, or 0.05 for each of sampling.max_new_tokens."""
-    replicas: PositiveInt = Field(default=1)
+    replicas: Count = Field(default=1)
     """Replicas that `penstock up` starts."""
     max_episodes: PositiveInt = Field(default=256)
     """Episodes that a replica runs at a time."""

@@ -3,10 +3,12 @@
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 OptionalPath = Annotated[Path | None, BeforeValidator(lambda value: value or None)]
 """A path, not set by an empty text, as in `--weights.folder=`."""
+Count = Annotated[int, Field(ge=1, le=1024)]
+"""Of processes, hosts or GPUs: more are a typing error, which would exhaust the machine."""
 
 
 class Section(BaseModel):

@@ -7,7 +7,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from penstock.shared.settings.algorithm import AlgorithmSettings
 from penstock.shared.settings.rollout import RolloutSettings
-from penstock.shared.settings.section import OptionalPath, Section, shown
+from penstock.shared.settings.section import Count, OptionalPath, Section, shown
 
 DEEPSPEED_KEYS = {
     "train_batch_size": "algorithm.groups_per_step",
@@ -82,9 +82,9 @@ class StoreSettings(Section):
 class TrainerSettings(Section):
     """The optimizer and its engine."""
 
-    ranks: PositiveInt = Field(default=1)
+    ranks: Count = Field(default=1)
     """Processes that train together on this host."""
-    nodes: PositiveInt = Field(default=1)
+    nodes: Count = Field(default=1)
     """Hosts that train together, with trainer.ranks processes each. Start the trainer on each."""
     node: NonNegativeInt = Field(default=0)
     """Index of this host among trainer.nodes. Host 0 leads."""

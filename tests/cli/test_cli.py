@@ -217,15 +217,17 @@ def test_nobody_there_is_one_sentence(tmp_path: Path) -> None:
     finished = penstock("pause", "--run", str(tmp_path / "finished"))
     (tmp_path / "finished" / "settings.toml").write_text("run.steps = 7")
     extended = penstock("status", "--run", str(tmp_path / "finished"))
-    resume = (
-        f"it is starting or has ended. Its records are in that folder; `penstock up --resume {tmp_path}` continues it"
-    )
+    (tmp_path / "finished" / "metrics.jsonl").write_text('{"step": 5}\n{"step": 6}\n')
+    interrupted = penstock("status", "--run", str(tmp_path / "finished"))
+    resume = f"interrupted. Its records are in that folder; `penstock up --resume {tmp_path}` continues it"
     for shown, piece in (
         (missing, "coordinator.json is missing there"),
         (dead, "no coordinator answers"),
         (ended, resume),
         (finished, "has no coordinator: it has finished after 6 steps. Its report.html and records are in that folder"),
-        (extended, "it is starting or has ended"),
+        (finished, "/finished --run.steps N` extends it"),
+        (extended, "it is starting, or was interrupted. "),
+        (interrupted, "it is starting, or was interrupted after step 6. "),
     ):
         assert shown.returncode == (2 if shown is missing else 1)
         assert piece in shown.stderr

@@ -18,6 +18,7 @@ from penstock.services.up.display import view
 from penstock.services.up.display.screen import PlainDisplay
 from penstock.shared.bus.bus import Bus
 from penstock.shared.bus.stores.policy.ledger import RunState, RunStatus, read_status
+from penstock.shared.bus.stores.policy.rollback import ON_REQUEST, ROLLING_BACK
 from penstock.shared.bus.stores.replicas.heartbeats import SERVICE, Heartbeat, PartFailure, beat_once, note_left
 from penstock.shared.bus.stores.replicas.live_settings import Live
 from penstock.shared.process.telemetry import Status
@@ -60,6 +61,12 @@ def test_why_a_run_is_paused_comes_first_and_the_guard_that_did_it_is_not_said_t
     stopped = f"error: paused: {REASON}; `penstock resume` continues"
     assert paused == [stopped, "warning: guard lag: 60% left as stale", "warning: 23 of 30"]
     assert texts(status(RunState.RUNNING, "autostart"), [], [], [], []) == []
+    for reason, line in (
+        (f"{ON_REQUEST}: maintenance", "paused on request: maintenance; `penstock resume` continues"),
+        (f"{ROLLING_BACK} 3: reward fell", "paused: rolling back to version 3: reward fell"),
+    ):
+        (asked,) = compose(status(RunState.PAUSED, reason), [], [], [], [])
+        assert view.notice_line(Notice.model_validate(asked, from_attributes=True)) == line
 
 
 def test_what_fails_on_several_replicas_is_one_notice_with_cause_row_and_count() -> None:

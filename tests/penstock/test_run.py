@@ -77,7 +77,7 @@ def test_a_run_that_up_refuses_is_the_sentence_of_up(tmp_path: Path) -> None:
 
 
 def test_a_run_that_is_not_running_says_so(folder: Path) -> None:
-    with pytest.raises(penstock.PenstockError, match="has no coordinator: it is starting or has ended"):
+    with pytest.raises(penstock.PenstockError, match="has no coordinator: it is starting, or was interrupted"):
         penstock.Run.open(folder).pause()
 
 

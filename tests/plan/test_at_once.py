@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from penstock.services.cli.__main__ import main
-from penstock.services.cli.plan import corrections, layout_of, make, preferences, settings_of
+from penstock.services.cli.plan import corrections, layout_of, make, preferences
 from penstock.services.plan import certain
 from penstock.services.plan.hardware import GIB, parse_cluster
 from penstock.services.plan.layouts import Candidate, Planner
@@ -42,7 +42,7 @@ MODES = {
 def as_run(folder: Path, mode: str) -> Settings:
     """Return the settings of a run that was measured."""
     (folder / "prompts.jsonl").write_text(json.dumps(PROMPTS) + "\n")
-    settings = settings_of(None, [*WORK, *MODES[mode], f"--data.path={folder / 'prompts.jsonl'}"])
+    settings = load(None, [*WORK, *MODES[mode], f"--data.path={folder / 'prompts.jsonl'}"])
     assert workload_of(settings, "0.5b").prompt_tokens == 64
     return settings
 
@@ -99,7 +99,7 @@ def test_a_run_with_completions_of_one_length_predicts_that_of_a_long_tail() -> 
     """Of the measured lengths' mean, which grew in that run; three engines under MPS, and the trainer on its own GPU."""
     stored = json.loads((RESULTS / "2026-11-23-pipeline-h200.json").read_text())
     lines = [{**step, "samples": 256} for step in stored["long"]["steps"]]
-    own = settings_of(None, ["--trainer.gpus=[0]", "--rollout.gpus=[1]", "--rollout.engines_per_gpu=3", *WORK])
+    own = load(None, ["--trainer.gpus=[0]", "--rollout.gpus=[1]", "--rollout.engines_per_gpu=3", *WORK])
     gpus = parse_cluster("2xH200")
     work = dataclasses.replace(workload_of(own, "0.5b"), prompt_tokens=64, lengths=Lengths(512, 512, 0.0))
     corrected = corrections(measured(lines, 1), own, work, gpus, mps=True)
@@ -129,7 +129,7 @@ def on_two_gpus(host: str, run: str) -> tuple[Settings, Workload, list[Mapping[s
     entry = (kind if host == "fourth" else kind["second host"])[run]
     most = 2048 if tail else 512
     more = ["--rollout.max_groups=64", f"--sampling.max_new_tokens={most}", "--trainer.micro_batch_tokens=32768"]
-    own = settings_of(None, ["--sampling.group_size=8", *more, *entry["flags"]])
+    own = load(None, ["--sampling.group_size=8", *more, *entry["flags"]])
     lengths = geometric(847, most) if tail else Lengths(most, most, 0.0)
     work = dataclasses.replace(workload_of(own, "0.5b"), prompt_tokens=64, lengths=lengths)
     assert not tail or lengths.mean == pytest.approx(entry["tokens_per_sample"], rel=0.02)
@@ -179,7 +179,7 @@ def test_in_turn_the_snapshot_is_away_while_the_trainer_trains_from_rung_2_on() 
     found too little memory for both."""
 
     def in_turn(model: str, gpus: str) -> list[Candidate]:
-        candidates = make(settings_of(None, []), gpus, model).candidates
+        candidates = make(load(None, []), gpus, model).candidates
         return [each for each in candidates if each.layout.placement == "shared" and each.layout.trainer.snapshots]
 
     on_h200 = in_turn("7b", "1xH200")[0].layout
@@ -203,7 +203,7 @@ def test_without_a_run_the_error_is_what_the_page_says(tmp_path: Path) -> None:
 
 def tokens_per_s(engines: int, host: float, *, mps: bool = False) -> float:
     """Return what is predicted for 512 sequences of 512 tokens."""
-    work = dataclasses.replace(fixed(settings_of(None, [])), prompt_tokens=64)
+    work = dataclasses.replace(fixed(load(None, [])), prompt_tokens=64)
     return 512 / decode_seconds(work, parse_cluster("1xH200"), 1, engines, 512, mps=mps, host=host)
 
 
@@ -240,13 +240,13 @@ def test_one_engine_tells_how_fast_several_decode_on_its_host(
 
 
 def at_once(model: str, gpus: str, *flags: str) -> list[Candidate]:
-    candidates = make(settings_of(None, flags), gpus, model).candidates
+    candidates = make(load(None, flags), gpus, model).candidates
     return [candidate for candidate in candidates if candidate.layout.placement == "at once"]
 
 
 @pytest.mark.parametrize("model", ["0.5b", "1.5b", "3b"])
 def test_no_step_is_shorter_than_what_keeps_the_gpu_busy(model: str) -> None:
-    plan = make(settings_of(None, ["--rollout.max_groups=64"]), "1xH200", model).planner
+    plan = make(load(None, ["--rollout.max_groups=64"]), "1xH200", model).planner
     for candidate in at_once(model, "1xH200", "--rollout.max_groups=64"):
         work = plan.work
         sequences = candidate.max_groups * work.group_size
@@ -266,12 +266,12 @@ def test_it_is_planned_only_on_one_host_and_where_it_can_gain() -> None:
 
 
 def test_four_gpus_at_once_are_said_to_be_verified_and_more_not() -> None:
-    plans = {gpus: make(settings_of(None, ["--rollout.max_groups=64"]), f"{gpus}xH200", "0.5b") for gpus in (4, 8)}
+    plans = {gpus: make(load(None, ["--rollout.max_groups=64"]), f"{gpus}xH200", "0.5b") for gpus in (4, 8)}
     for gpus, plan in plans.items():
         places = [candidate.layout.placement for candidate in plan.candidates]
         assert "at once" in (places[:1] if gpus == 4 else places[:3])
         assert (" at once (not verified on GPUs): " in report_of(plan)) == (gpus > 4)
-        assert f"{gpus} replicas on the same GPUs, " in report_of(plan)
+        assert f"{gpus} replicas, on the same GPUs, " in report_of(plan)
 
 
 def test_the_memory_of_both_is_the_sum(tmp_path: Path) -> None:
@@ -280,7 +280,7 @@ def test_the_memory_of_both_is_the_sum(tmp_path: Path) -> None:
         beside = [part.nbytes for part in both["wait"] if part.name == "engines"]
         assert beside == [pytest.approx(peak(engines))]
         assert peak(both) <= 0.95 * 140.4 * GIB
-    small = make(settings_of(None, ["--rollout.max_groups=64"]), "1x16GiB", "0.5b")
+    small = make(load(None, ["--rollout.max_groups=64"]), "1x16GiB", "0.5b")
     assert not [each for each in small.candidates if each.layout.placement == "at once"]
     (problem, *_) = [each for each in small.problems if each.layout.startswith("at once")]
     assert problem.component.advice == "lower rollout.max_groups or rollout.engines_per_gpu"
@@ -316,16 +316,16 @@ def test_what_is_written_starts_as_planned(tmp_path: Path) -> None:
 
 
 def test_a_run_with_some_gpus_in_common_does_not_calibrate() -> None:
-    own = settings_of(None, ["--trainer.gpus=[0]", "--rollout.gpus=[0, 1]", "--rollout.replicas=2"])
+    own = load(None, ["--trainer.gpus=[0]", "--rollout.gpus=[0, 1]", "--rollout.replicas=2"])
     lines: list[Mapping[str, Any]] = [{"step_s": 1.0, "phase_wait_s": 0.5}] * 4
     with pytest.raises(
         SettingsError, match=r"the same GPUs in trainer\.gpus and rollout\.gpus, a rank and a replica on each"
     ):
         corrections(measured(lines, 1), own, fixed(own), parse_cluster("1xH200"))
-    unknown = settings_of(None, [*MODES["at_once"], "--rollout.replicas=1", "--rollout.engines_per_gpu=auto"])
+    unknown = load(None, [*MODES["at_once"], "--rollout.replicas=1", "--rollout.engines_per_gpu=auto"])
     with pytest.raises(SettingsError, match=r'found "auto", whose choice is not recorded'):
         corrections(measured(lines, 1), unknown, fixed(unknown), parse_cluster("1xH200"))
-    slices = settings_of(None, MODES["at_once"])
+    slices = load(None, MODES["at_once"])
     with pytest.raises(SettingsError, match="expected a run under CUDA MPS with --calibrate"):
         corrections(measured(lines, 1), slices, fixed(slices), parse_cluster("1xH200"), mps=False)
 

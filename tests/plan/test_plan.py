@@ -15,8 +15,9 @@ import pytest
 import tomli_w
 from rich.console import Console
 
+from penstock.services.cli import plan as plans
 from penstock.services.cli.__main__ import main
-from penstock.services.cli.plan import corrections, layout_of, make, preferences, settings_of, with_outputs
+from penstock.services.cli.plan import corrections, layout_of, make, preferences, with_outputs
 from penstock.services.client.views import RunView
 from penstock.services.coordinator.policies.relay_tree import FAN_OUT, sources
 from penstock.services.plan import certain, report
@@ -33,6 +34,7 @@ from penstock.services.up.disk_space import checkpoint_notice
 from penstock.services.up.display import view
 from penstock.services.up.display.summary import text as closing
 from penstock.shared.errors import SettingsError
+from penstock.shared.process import memory_timeline
 from penstock.shared.settings import Settings, given_tables, load, loads
 from tests.support import tiny
 
@@ -47,7 +49,7 @@ def test_the_examples_of_the_page_are_what_the_command_prints() -> None:
 
 
 def test_what_is_shown_fits() -> None:
-    plan = make(settings_of(None, ["--sampling.max_new_tokens", "2048"]), "8xH200", "7b")
+    plan = make(load(None, ["--sampling.max_new_tokens", "2048"]), "8xH200", "7b")
     assert {candidate.layout.placement for candidate in plan.candidates} == {"separate", "shared"}
     for candidate in plan.candidates:
         assert candidate.layout.gpus <= 8
@@ -55,7 +57,7 @@ def test_what_is_shown_fits() -> None:
 
 
 def test_ranks_that_compute_a_sample_together_are_planned_together() -> None:
-    settings = settings_of(None, ["--trainer.ranks=2", "--trainer.sequence_parallel=2"])
+    settings = load(None, ["--trainer.ranks=2", "--trainer.sequence_parallel=2"])
     ranks = {candidate.layout.trainer.ranks for candidate in make(settings, "5xH200", "0.5b").candidates}
     assert ranks == {2, 4}, "not 5 in turn with generation"
     with pytest.raises(SettingsError, match=r"trainer.sequence_parallel of at most the 1 GPUs .*: lower it"):
@@ -67,13 +69,13 @@ def test_a_model_whose_rows_ranks_cannot_share_is_not_planned_with_them(tmp_path
     flags = ["--trainer.ranks=2", "--trainer.sequence_parallel=2"]
     (tmp_path / "config.json").write_text(json.dumps({**SHAPES["7b"], "layer_types": kinds}))
     with pytest.raises(SettingsError, match=r"in attention alone with .* = 2, found 14 layers whose state .* to 1"):
-        make(settings_of(None, flags), "2xH200", str(tmp_path))
-    assert make(settings_of(None, []), "2xH200", str(tmp_path)).candidates
+        make(load(None, flags), "2xH200", str(tmp_path))
+    assert make(load(None, []), "2xH200", str(tmp_path)).candidates
 
 
 def test_ranks_share_experts_whether_or_not_they_compute_samples_together(tmp_path: Path) -> None:
     flags = ["--trainer.ranks=2", "--trainer.sequence_parallel=2"]
-    alone, together = (make(settings_of(None, of), "8xH100", "30b-a3b") for of in ([], flags))
+    alone, together = (make(load(None, of), "8xH100", "30b-a3b") for of in ([], flags))
     best = together.candidates[0]
     assert (best.layout.trainer.expert_parallel, best.layout.trainer.sequence_parallel) == (4, 2)
     assert best.memory == alone.candidates[0].memory, "a rank computes no more tokens of a pass"
@@ -85,28 +87,31 @@ def test_ranks_share_experts_whether_or_not_they_compute_samples_together(tmp_pa
 def test_the_memory_of_hosts_that_holds_inputs_of_layers_is_said() -> None:
     flags = ["--sampling.max_new_tokens=131072", "--trainer.gradient_checkpointing=true"]
     said = "   inputs of layers take up to "
-    long, short = (make(settings_of(None, of), "2xH200", "7b") for of in (flags, []))
+    long, short = (make(load(None, of), "2xH200", "7b") for of in (flags, []))
     assert f"{said}24.5 GiB of a host's memory, a rank 24.5" in report.text(long)
     assert said not in report.text(short)
     assert {entry["offloaded_inputs_bytes"] for entry in report.as_json(short)["layouts"]} == {0.0}
 
 
 def test_experts_are_divided_among_the_ranks_of_a_host_or_as_set(tmp_path: Path) -> None:
-    plan = make(settings_of(None, []), "8xH100", "30b-a3b")
+    plan = make(load(None, []), "8xH100", "30b-a3b")
     best = plan.candidates[0].layout.trainer
     assert (best.ranks, best.expert_parallel, best.offload) == (4, 4, "optimizer")
     assert "train on 4, ZeRO 1, offload optimizer, experts over 4; 2 replicas" in report.text(plan)
     assert "   trainer.offload takes 511.8 GiB of a host's memory" in report.text(plan), "18 bytes of each weight"
     report.write(plan, {}, tmp_path / "run.toml")
     assert load(tmp_path / "run.toml", environment={}).trainer.expert_parallel == 4
-    given = make(settings_of(None, ["--trainer.ranks=2", "--trainer.expert_parallel=2"]), "8xH100", "30b-a3b")
+    given = make(load(None, ["--trainer.ranks=2", "--trainer.expert_parallel=2"]), "8xH100", "30b-a3b")
     assert preferences(given.settings).trainer.expert_parallel == 2
-    dense = make(settings_of(None, []), "8xH100", "7b")
+    for model, refused in (("7b", "found 7b, whose experts"), ("30b-a3b", "found 128 in 30b-a3b")):
+        with pytest.raises(SettingsError, match=rf"trainer.expert_parallel = 3 divides, {refused}.*: change it"):
+            make(load(None, ["--trainer.ranks=3", "--trainer.expert_parallel=3"]), "8xH100", model)
+    dense = make(load(None, []), "8xH100", "7b")
     assert {each.layout.trainer.expert_parallel for each in dense.candidates} == {1}
 
 
 def test_a_rank_has_its_part_of_divided_experts_and_the_rest_whole_before_zero_divides() -> None:
-    work = workload_of(settings_of(None, []), "30b-a3b")
+    work = workload_of(load(None, []), "30b-a3b")
     experts = 48 * 128 * 3 * 2048 * 768
     rest = work.shape.weights - experts
     for stage, weights, gradients in (
@@ -123,7 +128,7 @@ def test_a_rank_has_its_part_of_divided_experts_and_the_rest_whole_before_zero_d
 
 @pytest.mark.parametrize("critic", ["30b-a3b", "7b"])
 def test_a_rank_has_its_part_of_a_critics_own_experts(critic: str) -> None:
-    work = workload_of(settings_of(None, ["--algorithm.preset=ppo"]), "30b-a3b")
+    work = workload_of(load(None, ["--algorithm.preset=ppo"]), "30b-a3b")
     shape = shape_of(critic)
     table, _ = trainer_table(dataclasses.replace(work, critic=shape), TrainerOptions(8, 1, expert_parallel=8), H200)
     sizes = {part.name: part.nbytes for part in table["critic"]}
@@ -142,13 +147,13 @@ def test_up_starts_a_critic_of_divided_experts_that_no_gpu_holds_whole(tmp_path:
 @pytest.mark.parametrize(("critic", "divides"), [("", True), ("7b", False)])
 def test_experts_are_planned_on_ranks_together_if_the_critic_has_some_too(critic: str, *, divides: bool) -> None:
     flags = ["--algorithm.preset=ppo", f"--algorithm.critic.model={critic}"]
-    planned = make(settings_of(None, flags), "8xH200", "30b-a3b").candidates
+    planned = make(load(None, flags), "8xH200", "30b-a3b").candidates
     assert any(each.layout.trainer.expert_parallel > 1 for each in planned) == divides
 
 
 def ways(model: str, gpus: str, *flags: str) -> set[tuple[bool, bool]]:
     """Return whether weights are pulled, and from all ranks, in the layouts of a plan."""
-    trainers = [each.layout.trainer for each in make(settings_of(None, flags), gpus, model).candidates]
+    trainers = [each.layout.trainer for each in make(load(None, flags), gpus, model).candidates]
     return {(trainer.snapshots > 0, trainer.sharded) for trainer in trainers}
 
 
@@ -165,15 +170,21 @@ def test_snapshots_are_in_shares_where_no_gpu_holds_whole_ones_or_as_set() -> No
 def test_models_that_no_gpu_holds_are_planned_in_shares_and_start_as_written(
     model: str, gpus: str, parallel: int, tmp_path: Path
 ) -> None:
-    plan = make(settings_of(None, []), gpus, model)
+    plan = make(load(None, []), gpus, model)
     best = plan.candidates[0]
     trainer = best.layout.trainer
     assert (best.layout.placement, trainer.zero_stage, trainer.sharded) == ("separate", 3, True)
     assert all(peak(table) <= plan.planner.limit_bytes * 1.0001 for table in best.memory.values())
-    report.write(plan, {}, tmp_path / "run.toml")
+    report.write(plan, {"trainer": {"nodes": 3, "rendezvous": "a:1"}}, tmp_path / "run.toml")
     written = load(tmp_path / "run.toml", environment={})
+    assert (written.trainer.nodes, written.rollout.nodes) == (1, 1), "of other hosts"
     assert (written.weights.snapshots, written.trainer.zero_stage) == ("sharded", 3)
     assert written.trainer.ranks == 8
+    hosts = trainer.ranks // 8, max(1, parallel // 8)
+    text = (tmp_path / "run.toml").read_text()
+    assert f"trainer.nodes = {hosts[0]}, trainer.gpu.count = 8" in text
+    assert f"--trainer.nodes {hosts[0]} --trainer.node N" in text
+    assert (f"--rollout.nodes {hosts[1]} --rollout.node N" in text) == (hosts[1] > 1)
     assert written.rollout.vllm.tensor_parallel_size == best.layout.tensor_parallel == parallel
     copied_s, written_s = checkpoint_seconds(plan.planner.work, plan.planner.cluster, trainer)
     states = (6 if trainer.optimizer == "adamw_8bit" else 12) * plan.planner.work.shape.weights
@@ -181,20 +192,58 @@ def test_models_that_no_gpu_holds_are_planned_in_shares_and_start_as_written(
     assert written_s - copied_s == pytest.approx(states / 2e9), "of all, to storage that hosts share"
 
 
+@pytest.mark.parametrize(
+    "flags", [["--algorithm.loss=cross_entropy"], ["--algorithm.preset=dpo", "--data.rejected_field=bad"]]
+)
+def test_runs_without_generation_are_not_planned_as_if_they_had_one(flags: list[str]) -> None:
+    with pytest.raises(
+        SettingsError, match=r"^expected a run that generates with penstock plan, found algorithm.loss = "
+    ):
+        make(load(None, flags), "1xH200", "7b")
+
+
+def test_what_is_planned_as_vllm_on_gpus_though_the_run_says_otherwise_is_said() -> None:
+    said = "planned for vLLM on GPUs, whose memory and rates are others than with "
+    plain, other = (
+        make(load(None, flags), "1xH200", "0.5b")
+        for flags in ([], ["--run.device=cpu", "--rollout.engine=transformers"])
+    )
+    assert said not in report.text(plain)
+    assert f'{said}rollout.engine = "transformers" and run.device = "cpu"\n' in report.text(other)
+
+
+def test_a_layout_beyond_the_memory_of_a_host_is_a_shortage() -> None:
+    flags = ["--weights.transport=file"]
+    known, enough, unknown = (make(load(None, flags), f"8xH100{host}", "70b") for host in (",700GiB", ",3000GiB", ""))
+    assert all(each.layout.trainer.offload == "none" for each in known.candidates)
+    assert {each.layout for each in enough.candidates} == {each.layout for each in unknown.candidates}
+    assert "in a host's memory: " in report.text(known)
+    assert "of 700 GiB" in report.text(known)
+    assert ", 700 GiB on a host" in report.text(known)
+    assert "on a host" not in report.text(unknown)
+
+
+def test_this_machines_memory_counts_if_it_has_as_many_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plans, "visible_gpus", lambda: [H200] * 2)
+    monkeypatch.setattr(memory_timeline, "host_bytes", lambda: (64 * 2.0**30, 0.0))
+    assert plans.with_host_memory("2xH200") == "2xH200,64.0GiB"
+    assert [plans.with_host_memory(words) for words in ("4xH200", "2xH200,9GiB")] == ["4xH200", "2xH200,9GiB"]
+
+
 def test_micro_batches_hold_the_longest_sample(tmp_path: Path) -> None:
     flags = ["--sampling.max_new_tokens", "40000", "--trainer.gradient_checkpointing=true"]
-    plan = make(settings_of(None, flags), "8xH200", "7b")
+    plan = make(load(None, flags), "8xH200", "7b")
     assert plan.planner.own.trainer.micro_batch_tokens == 40_256
     assert "trainer.micro_batch_tokens = 40,256, for the longest sample" in report.text(plan)
     report.write(plan, given_tables(None, flags), tmp_path / "run.toml")
     assert load(tmp_path / "run.toml", environment={}).trainer.micro_batch_tokens == 40_256
-    together = make(settings_of(None, [*flags, "--trainer.ranks=4", "--trainer.sequence_parallel=4"]), "8xH200", "7b")
+    together = make(load(None, [*flags, "--trainer.ranks=4", "--trainer.sequence_parallel=4"]), "8xH200", "7b")
     assert together.planner.own.trainer.micro_batch_tokens == 16_384, "four ranks hold 65,536 tokens"
     assert "for the longest sample" not in report.text(together)
 
 
 def test_a_model_that_fits_nowhere_is_answered_by_component_and_setting() -> None:
-    plan = make(settings_of(None, []), "1xL4", "400b")
+    plan = make(load(None, []), "1xL4", "400b")
     assert not plan.candidates
     assert "raise rollout.vllm.tensor_parallel_size" in report.text(plan) or "trainer." in report.text(plan)
 
@@ -221,7 +270,7 @@ def test_the_written_file_has_the_given_values_and_none_that_follows_from_them(t
     )
     flags = ["--sampling.max_new_tokens", "16384", "--algorithm.max_lag", "2"]
     config = tmp_path / "given.toml"
-    settings = settings_of(config, flags)
+    settings = load(config, flags)
     assert settings.internal.stale_wait_s == settings.guards.limits["stalled"] == 16384 * 0.05, "from the length"
     write(make(settings, "8xH100", "7b"), given_tables(config, flags), tmp_path / "run.toml")
     tables = tomllib.loads((tmp_path / "run.toml").read_text())
@@ -240,8 +289,8 @@ def test_the_written_file_has_the_given_values_and_none_that_follows_from_them(t
 
 def test_models_of_the_reward_service_on_a_gpu_are_said_not_to_be_counted() -> None:
     flags = ['--reward.scorers=[{kind = "model", model = "m"}]', "--reward.models.device=cuda:0"]
-    assert "Not counted, neither memory nor time: " in report.text(make(settings_of(None, flags), "2xH200", "0.5b"))
-    assert "Not counted" not in report.text(make(settings_of(None, []), "2xH200", "0.5b"))
+    assert "Not counted, neither memory nor time: " in report.text(make(load(None, flags), "2xH200", "0.5b"))
+    assert "Not counted" not in report.text(make(load(None, []), "2xH200", "0.5b"))
 
 
 def test_planning_imports_no_model_library() -> None:
@@ -470,7 +519,7 @@ AGENT = ("--episodes.tools", '["a:b"]', "--sampling.group_size", "8", "--samplin
 
 def test_episodes_are_planned_by_their_turns_the_prefix_cache_and_the_time_of_their_tools() -> None:
     def planned(turns: str, *flags: str) -> report.Plan:
-        return make(settings_of(None, [*AGENT, *flags] if turns else AGENT[2:]), "8xH200", "7b", turns=turns)
+        return make(load(None, [*AGENT, *flags] if turns else AGENT[2:]), "8xH200", "7b", turns=turns)
 
     plan = planned("4,600,2.5")
     work = plan.planner.work
@@ -504,7 +553,7 @@ def test_episodes_are_planned_by_their_turns_the_prefix_cache_and_the_time_of_th
 )
 def test_episodes_of_unknown_turns_are_not_planned(flags: Sequence[str], turns: str, sentence: str) -> None:
     with pytest.raises(SettingsError, match=re.escape(sentence)):
-        make(settings_of(None, flags), "8xH200", "7b", turns=turns)
+        make(load(None, flags), "8xH200", "7b", turns=turns)
 
 
 def test_a_run_of_episodes_says_their_turns(tmp_path: Path) -> None:
@@ -515,7 +564,7 @@ def test_a_run_of_episodes_says_their_turns(tmp_path: Path) -> None:
     }  # fmt: skip
     metrics = tmp_path / "metrics.jsonl"
     metrics.write_text("".join(json.dumps({**line, "step": step}) + "\n" for step in range(1, 7)))
-    settings = settings_with(tmp_path, **SEVEN).model_copy(update={"episodes": settings_of(None, AGENT[:2]).episodes})
+    settings = settings_with(tmp_path, **SEVEN).model_copy(update={"episodes": load(None, AGENT[:2]).episodes})
     (tmp_path / "settings.toml").write_text(f'[policy]\nmodel = "{tmp_path}"\n[episodes]\ntools = ["a:b"]\n')
     work = make(settings, "4xH200", calibrate=tmp_path).planner.work
     assert work.lengths.mean == pytest.approx(800)
@@ -527,14 +576,14 @@ def test_a_run_of_episodes_says_their_turns(tmp_path: Path) -> None:
 
 
 def test_a_run_whose_reward_models_took_turns_does_not_calibrate() -> None:
-    turns = settings_of(None, ["--placement.mode=shared", '--reward.scorers=[{kind = "model", model = "m"}]'])
+    turns = load(None, ["--placement.mode=shared", '--reward.scorers=[{kind = "model", model = "m"}]'])
     figures = measured([{"step_s": 5.0, "phase_wait_s": 4.0}] * 6, 1)
     with pytest.raises(SettingsError, match="the seconds of scoring include the wait"):
         corrections(figures, turns, workload_of(turns, "0.5b"), parse_cluster("1xH200"))
 
 
 def layout_with(placement: Placement, replicas: int, engines: int = 1, *, shadow: bool) -> GpuLayout:
-    trainer = dataclasses.replace(preferences(settings_of(None, [])).trainer, ranks=4)
+    trainer = dataclasses.replace(preferences(load(None, [])).trainer, ranks=4)
     return GpuLayout(placement, trainer, 1, replicas, engines, shadow=shadow)
 
 
@@ -553,7 +602,7 @@ def test_rank_0_is_planned_to_send_as_many_copies_as_the_coordinators_tree_has_i
 def test_each_engine_without_a_shadow_takes_its_own_copy_and_the_time_for_it() -> None:
     several = layout_with("separate", 4, 3, shadow=False)
     assert several.copies == 12
-    work, cluster = workload_of(settings_of(None, []), "7b"), parse_cluster("8xH200")
+    work, cluster = workload_of(load(None, []), "7b"), parse_cluster("8xH200")
     start_s, single_s, all_s = (transfer_seconds(work, cluster, several.trainer, 4, copies) for copies in (0, 1, 12))
     assert all_s - start_s == pytest.approx(12 * (single_s - start_s))
 
@@ -571,10 +620,10 @@ def test_each_engine_without_a_shadow_takes_its_own_copy_and_the_time_for_it() -
 def test_the_plan_says_which_layouts_this_version_supports(
     gpus: str, model: str, placement: Placement, *, supported: bool
 ) -> None:
-    plan = make(settings_of(None, []), gpus, model)
+    plan = make(load(None, []), gpus, model)
     candidate = next(each for each in plan.candidates if each.layout.placement == placement)
     said = report.text(dataclasses.replace(plan, candidates=[candidate]))
-    assert (f"{placement} (not supported yet)" not in said) == supported
+    assert ("(refused)" not in said) == ("trainer and replicas take turns on one host alone" not in said) == supported
 
 
 TEMPLATE = "{% for turn in messages %}{{ turn['role'] }}: {{ turn['content'] }} {% endfor %}{{ style }}"
@@ -601,5 +650,5 @@ def test_prompts_are_counted_as_replicas_render_them(tmp_path: Path, capsys: pyt
 
 def test_prompts_that_cannot_be_counted_here_are_said_to_be_estimated(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "x" * 400, "answer": "1"}) + "\n")
-    plan = make(settings_of(None, [f"--data.path={tmp_path / 'rows.jsonl'}"]), "1xH200", "0.5b")
+    plan = make(load(None, [f"--data.path={tmp_path / 'rows.jsonl'}"]), "1xH200", "0.5b")
     assert "prompts of 100 tokens (estimated), completions" in report.text(plan)

@@ -11,7 +11,7 @@ from hypothesis import settings as examples
 from hypothesis import strategies as st
 
 from benchmarks.runs import layouts
-from penstock.services.cli.plan import corrections, layout_of, preferences, settings_of
+from penstock.services.cli.plan import corrections, layout_of, preferences
 from penstock.services.plan import rates
 from penstock.services.plan.hardware import parse_cluster
 from penstock.services.plan.layouts import Planner
@@ -20,7 +20,7 @@ from penstock.services.plan.memory import TrainerOptions
 from penstock.services.plan.rates import decode_seconds, train_seconds
 from penstock.services.plan.workload import Lengths, Workload, workload_of
 from penstock.services.trainer.model.memory import whole_layers
-from penstock.shared.settings import Settings, loads
+from penstock.shared.settings import Settings, load, loads
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 DOCS = (Path(__file__).parents[2] / "docs" / "plan.md").read_text(encoding="utf-8")
@@ -53,7 +53,7 @@ def test_completions_that_nearly_all_reach_the_limit_are_not_taken_for_short_one
 
 
 def work(*flags: str) -> Workload:
-    return dataclasses.replace(workload_of(settings_of(None, flags), "0.5b"), lengths=Lengths(512, 512, 0.0))
+    return dataclasses.replace(workload_of(load(None, flags), "0.5b"), lengths=Lengths(512, 512, 0.0))
 
 
 def test_gathering_weights_takes_longer_than_small_micro_batches_compute() -> None:
@@ -89,7 +89,7 @@ def test_several_engines_hide_their_schedulers_and_no_more(sequences: int, host:
 
 
 def in_turn(*flags: str) -> tuple[Settings, Workload]:
-    own = settings_of(None, ["--placement.mode=shared", "--rollout.max_groups=64", "--sampling.group_size=8", *flags])
+    own = load(None, ["--placement.mode=shared", "--rollout.max_groups=64", "--sampling.group_size=8", *flags])
     return own, dataclasses.replace(workload_of(own, "0.5b"), lengths=Lengths(512, 512, 0.0))
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.services.cli.plan import make, settings_of
+from penstock.services.cli.plan import make
 from penstock.services.episodes.messages import Message
 from penstock.services.episodes.tree import Tree
 from penstock.services.plan import report, routes
@@ -23,6 +23,7 @@ from penstock.services.trainer.model.routing.exchange import RouteExchange
 from penstock.services.trainer.model.routing.replay import RouterReplay
 from penstock.shared.bus.messages import FinishReason, Sample
 from penstock.shared.peers.turns import DrawnTurn
+from penstock.shared.settings import load
 
 LAYERS, TOP, EXPERTS = 6, 4, 64
 SIZES = {
@@ -101,7 +102,7 @@ def test_the_trainers_host_and_gpu_take_what_is_planned() -> None:
 
 def test_the_plan_counts_routes_on_gpus_and_hosts() -> None:
     flags = ["--sampling.max_new_tokens=4096", "--rollout.engine=vllm", "--trainer.router_replay=true"]
-    with_routes, without = (make(settings_of(None, of), "16xH200", "30b-a3b") for of in (flags, flags[:2]))
+    with_routes, without = (make(load(None, of), "16xH200", "30b-a3b") for of in (flags, flags[:2]))
     assert "   experts of tokens take up to " in report.text(with_routes)
     assert "experts of tokens" not in report.text(without)
     options = EngineOptions(sequences=256)
@@ -123,7 +124,7 @@ def test_the_plan_counts_routes_on_gpus_and_hosts() -> None:
 def test_experts_of_episodes_are_planned_where_they_are_kept_and_of_a_turn_on_gpus() -> None:
     agent = ["--episodes.environment=e:E", "--episodes.max_turns=8", '--reward.scorers=[{kind = "environment"}]']
     flags = [*agent, "--sampling.max_new_tokens=512", "--rollout.engine=vllm", "--trainer.router_replay=true"]
-    plan = make(settings_of(None, flags), "16xH200", "30b-a3b", turns="4,600,2.5")
+    plan = make(load(None, flags), "16xH200", "30b-a3b", turns="4,600,2.5")
     work = plan.planner.work
     assert work.lengths.most == 8 * 512
     assert routes.record_bytes(work, 256, math.inf) == pytest.approx(3 * 256 * (512 + 128) * 384, rel=0.001), "a turn's"

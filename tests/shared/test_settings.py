@@ -40,6 +40,17 @@ def test_a_file_with_a_byte_order_mark_and_other_line_ends_is_read(tmp_path: Pat
     assert load(path, [], {}).run.steps == 7
 
 
+@pytest.mark.parametrize(
+    ("flag", "meant"),
+    [("--ranks", "'trainer.ranks'"), ("--max_new_token", "'sampling.max_new_tokens'"), ("--group-sise", "'sampling.group_size'")],
+)  # fmt: skip
+def test_a_flag_without_a_table_is_refused_with_the_setting_that_is_meant(
+    tmp_path: Path, flag: str, meant: str
+) -> None:
+    with pytest.raises(SettingsError, match=rf"found '{flag}'; did you mean {meant}\?$"):
+        load(write(tmp_path, ""), [flag, "3"], {})
+
+
 def test_a_flag_without_a_value_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"^expected a value after --run\.steps$"):
         load(write(tmp_path, ""), ["--run.steps"], {})
@@ -55,6 +66,8 @@ def test_a_flag_without_a_value_is_refused(tmp_path: Path) -> None:
         ("[trainr]\nranks = 1", "trainr: expected a known setting, found 'trainr'; did you mean 'trainer'?"),
         ('[run]\nsteps = "many"', "run.steps: expected a valid integer, unable to parse string as an integer, found 'many': change run.steps"),
         ("[sampling]\ngroup_size = 1", "sampling.group_size: expected greater than or equal to 2, found 1: change sampling.group_size"),
+        ("[trainer]\nranks = 99999999", "trainer.ranks: expected less than or equal to 1024, found 99999999: change trainer.ranks"),
+        ("[rollout]\nreplicas = 99999999", "rollout.replicas: expected less than or equal to 1024, found 99999999: change rollout.replicas"),
         ("[sampling]\ntop_k = 1000", "sampling.top_k: expected less than or equal to 256, found 1000: change sampling.top_k"),
         ("[sampling]\ntop_k = 200\nmax_new_tokens = 65536", "expected at most 256 MiB of tokens that could be drawn in a group, found 800, 4 bytes for each of sampling.top_k = 200 tokens × 16 samples × 65536 tokens"),
         ("[sampling]\ntemperature = 0.005", "sampling.temperature: expected greater than or equal to 0.01, found 0.005: change sampling.temperature"),

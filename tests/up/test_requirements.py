@@ -1,6 +1,7 @@
 """What a run needs of this machine is checked before any process starts."""
 
 import importlib.util
+import json
 import re
 import shlex
 from pathlib import Path
@@ -8,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from penstock.services.coordinator.service import load_data
+from penstock.services.plan import certain
+from penstock.services.plan.shapes import SHAPES
 from penstock.services.up import requirements
 from penstock.services.up.prepare import prepare
 from penstock.shared import extras
@@ -122,6 +125,34 @@ def test_a_missing_gpu_is_refused_where_one_is_required(config: Path, monkeypatc
     assert 'run.device = "cuda" needs a GPU: expected a driver' in refusal(config, "--run.device=cuda")
     scorers = '--reward.scorers=[{kind = "model", model = "model"}]'
     assert "reward.models.device needs a GPU" in refusal(config, "--reward.models.device=cuda:0", scorers)
+
+
+def test_counts_that_this_machine_cannot_have_are_refused(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requirements, "driver", lambda: DRIVERLESS)
+    chosen = 'expected rollout.vllm.tensor_parallel_size = 1 with the engine "transformers", found 2'
+    assert chosen in refusal(config, "--rollout.vllm.tensor_parallel_size=2")
+    assert chosen in refusal(config, "--rollout.vllm.tensor_parallel_size=2", "--run.device=auto")
+    (config.parent / "model" / "config.json").write_text(json.dumps({"model_type": "qwen2", **SHAPES["0.5b"]}))
+    dense = refusal(config, "--trainer.ranks=2", "--trainer.expert_parallel=2")
+    assert "expected a mixture whose experts trainer.expert_parallel = 2 divides, found model, whose" in dense
+    settings = load(config, ["--run.device=auto", "--trainer.ranks=3", "--rollout.replicas=5"])
+    with pytest.raises(SettingsError, match=r"expected trainer.ranks of at most the 2 GPUs of this machine, found 3"):
+        requirements.check_device(settings, 2)
+    certain.check_processes(settings, 0, 2.0**30)
+    with pytest.raises(SettingsError, match=r"found 3 and 5, which need at least 1.0: lower them"):
+        certain.check_processes(settings, 0, 2.0**30 - 1)
+
+
+def test_replicas_of_vllm_on_a_cpu_that_would_fill_its_memory_twice_are_refused(
+    config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+    two = ["--rollout.engine=vllm", "--rollout.replicas=2"]
+    with pytest.raises(SettingsError, match=r"for vLLM on a CPU, .* found 1\.7: lower one of them"):
+        certain.check_processes(load(config, two), 2, 2.0**40)
+    certain.check_processes(load(config, [*two, "--run.device=auto"]), 2, 2.0**40)
+    certain.check_processes(load(config, [*two, "--rollout.vllm.gpu_memory_utilization=0.3"]), 0, 2.0**40)
+    certain.check_processes(load(config, [*two, "--rollout.vllm.arguments.kv_cache_memory_bytes=9"]), 0, 2.0**40)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from penstock.services.up.display import console
 from penstock.services.up.requirements import functions_checked
 from penstock.shared.bus.messages import Int32Array, Sampling
 from penstock.shared.errors import PermanentError
-from penstock.shared.model.context import own_context, read_config
+from penstock.shared.model.context import check_context, own_context, read_config
 from penstock.shared.model.model_source import check_tokenizer
 from penstock.shared.model.tokenizer import (
     UNLIMITED,
@@ -71,6 +71,7 @@ def check(settings: Settings, shown: int) -> bool:
 
 
 def _opened(settings: Settings) -> tuple[Data, Tokenizer, TokenizerCodec]:
+    check_context(settings)
     check_tokenizer(*settings.policy.tokenizer_source, for_messages=False)  # before the data, which may take minutes
     data = load_data(settings)
     tokenizer = open_tokenizer(settings.policy)

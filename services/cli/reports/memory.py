@@ -60,7 +60,9 @@ def predicted(settings: Settings, measured: PhaseMemory) -> dict[str, float]:
     """Return the plan's components of a measured phase; empty if it plans none."""
     work = workload_of(settings)
     if measured.replica.startswith("rollout") and measured.phase == "generate":
-        return _folded(_engine(settings, work, measured.capacity_bytes))
+        on_cpu = measured.device.endswith(" cpu")
+        fills = settings.rollout.engine == "vllm" or (settings.rollout.engine == "auto" and not on_cpu)
+        return _folded(_engine(settings, work, measured.capacity_bytes, fills=fills))
     if not measured.replica.startswith("trainer"):
         return {}
     if measured.device.endswith(" cpu"):
@@ -74,7 +76,8 @@ def predicted(settings: Settings, measured: PhaseMemory) -> dict[str, float]:
     return _folded({str(phase): parts for phase, parts in table.items()}.get(measured.phase, ()))
 
 
-def _engine(settings: Settings, work: Workload, capacity_bytes: float) -> Sequence[Component]:
+def _engine(settings: Settings, work: Workload, capacity_bytes: float, *, fills: bool) -> Sequence[Component]:
+    """``fills``: whether it is vLLM, which takes all that it may for its cache, whether it needs it or not."""
     rollout = settings.rollout
     engines = rollout.engines_per_gpu if isinstance(rollout.engines_per_gpu, int) else 1
     options = EngineOptions(
@@ -84,7 +87,8 @@ def _engine(settings: Settings, work: Workload, capacity_bytes: float) -> Sequen
         rollout.max_groups * settings.sampling.group_size,
     )
     *fixed, shadow, experts, cache = engine_memory(work, options, capacity_bytes, capacity_bytes).components
-    # vLLM fills what it may use, whether it needs it or not
+    if not fills:
+        return [*fixed, shadow, experts, cache]
     filled = max(cache.nbytes, options.utilization * capacity_bytes - sum(part.nbytes for part in fixed))
     return [*fixed, shadow, experts, dataclasses.replace(cache, nbytes=filled)]
 

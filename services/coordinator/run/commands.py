@@ -9,7 +9,7 @@ from penstock.services.coordinator.policies.rollback import Rollbacks
 from penstock.shared.bus import streams
 from penstock.shared.bus.bus import Bus
 from penstock.shared.bus.stores.policy.ledger import Ledger, RunState
-from penstock.shared.bus.stores.policy.rollback import OVER
+from penstock.shared.bus.stores.policy.rollback import ON_REQUEST, OVER
 from penstock.shared.bus.stores.replicas.cordon import Word, cordons
 from penstock.shared.bus.stores.replicas.heartbeats import heartbeats
 from penstock.shared.bus.stores.run.operations import Operation, OperationState
@@ -58,6 +58,8 @@ class Steering:
     async def command(self, name: str, reason: str) -> tuple[bool, RunState, str]:
         """Start, pause, resume or stop; return whether that changed the run, its state and reason."""
         order = ORDERS[name]
+        if name == "pause":
+            reason = f"{ON_REQUEST}: {reason}" if reason else ON_REQUEST
         reason = reason or f"{name} by HTTP"
         await self._mind_rollback(name, reason)
         changed, state = await self.ledger.transition(order.to, reason, order.allowed)

@@ -8,15 +8,16 @@ from penstock.services.coordinator.evaluation.results import Evaluation
 from penstock.services.coordinator.schemas.run import GuardView, NoticeView
 from penstock.shared.bus.messages import StepReport
 from penstock.shared.bus.stores.policy.ledger import ENDED, RunState, RunStatus
+from penstock.shared.bus.stores.policy.rollback import ON_REQUEST, ROLLING_BACK
 from penstock.shared.bus.stores.replicas.heartbeats import Heartbeat, PartFailure
 from penstock.shared.bus.stores.run.functions import Change
 
 _RECENT_S = 600.0
 """How long a recovered part is mentioned."""
-_ORDER: dict[str, int] = {"error": 0, "warning": 1}
+_ORDER: dict[str, int] = {"error": 0, "warning": 1, "info": 2}
 
 
-def notice(about: str, level: Literal["error", "warning"], text: str) -> NoticeView:
+def notice(about: str, level: Literal["error", "warning", "info"], text: str) -> NoticeView:
     return NoticeView(about=about, level=level, text=" ".join(text.split()))
 
 
@@ -76,7 +77,10 @@ def dead_letters(count: int, newest: str, status: RunStatus) -> list[NoticeView]
 def _state(status: RunStatus) -> list[NoticeView]:
     notices = []
     if status.state is RunState.PAUSED and status.reason:
-        notices.append(notice("paused", "error", f"paused: {status.reason}; `penstock resume` continues"))
+        is_asked, goes_back = map(status.reason.startswith, (ON_REQUEST, ROLLING_BACK))
+        how = "" if goes_back else "; `penstock resume` continues"
+        text = f"paused{'' if is_asked else ':'} {status.reason}{how}"
+        notices.append(notice("paused", "info" if is_asked or goes_back else "error", text))
     if status.rewound.steps:
         total = f"{status.rewound.steps} steps and {status.rewound.groups} groups in all"
         notices.append(notice("bus rewound", "warning", f"{status.rewound.detail} ({total})"))

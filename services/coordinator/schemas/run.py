@@ -92,8 +92,8 @@ class NoticeView(ResponseModel):
 
     about: str
     """Stable subject: paused, guard kl, scorer 'answer', held-out data, …"""
-    level: Literal["error", "warning"]
-    """error: work is not done as configured; warning: worth a look."""
+    level: Literal["error", "warning", "info"]
+    """error: work is not done as configured; warning: worth a look; info: as requested."""
     text: Sentence
 
 

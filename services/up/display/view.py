@@ -26,7 +26,7 @@ _STATE_STYLES = {
     "stopped": "bold yellow",
     "created": "bold cyan",
 }
-_NOTICE_STYLES = {"error": "bold red", "warning": "yellow"}
+_NOTICE_STYLES = {"error": "bold red", "warning": "yellow", "info": ""}
 _EXTENDS = "resuming"
 _MARK = "▲"
 _MISSING = "–"
@@ -86,7 +86,7 @@ def _notice(notice: Notice) -> Text:
 
 
 def notice_line(notice: Notice) -> str:
-    return f"{notice.level}: {notice.text}"
+    return notice.text if notice.level == "info" else f"{notice.level}: {notice.text}"
 
 
 def _facts(run: RunView) -> RenderableType:

@@ -101,7 +101,7 @@ def meant(key: str, known: Sequence[str] = ()) -> str:
     if elsewhere := meaning_elsewhere(key):
         return elsewhere
     typed = difflib.get_close_matches(name, known, n=1, cutoff=_TYPING_ERROR)
-    homes = list(_homes(Settings, name))[:_MOST_HOMES]
+    homes = _homes(name)[:_MOST_HOMES]
     meanings = typed or homes or difflib.get_close_matches(name, known, n=1)
     return f"did you mean {' or '.join(map(repr, meanings))}?" if meanings else ""
 
@@ -119,12 +119,20 @@ def _elsewhere(key: str, value: object) -> Iterator[str]:
     yield from hints or filter(None, [meaning_elsewhere(key)])
 
 
-def _homes(model: type[BaseModel], name: str) -> Iterator[str]:
-    """Yield the settings called ``name``, by table; those of items of a list are not looked at."""
+def _homes(name: str) -> list[str]:
+    """Return the settings called ``name``, or else so that it is a typing error; those of items of a list are not looked at."""
+    by_name: dict[str, list[str]] = {}
+    for setting in _all_settings(Settings):
+        by_name.setdefault(setting.rpartition(".")[2], []).append(setting)
+    close = difflib.get_close_matches(name, by_name, n=1, cutoff=_TYPING_ERROR)
+    return by_name.get(name) or (by_name[close[0]] if close else [])
+
+
+def _all_settings(model: type[BaseModel]) -> Iterator[str]:
     for field, info in model.model_fields.items():
         if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
-            yield from (f"{field}.{inner}" for inner in _homes(info.annotation, name))
-        elif field == name and model is not Settings:
+            yield from (f"{field}.{inner}" for inner in _all_settings(info.annotation))
+        else:
             yield field
 
 

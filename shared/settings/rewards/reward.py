@@ -3,12 +3,12 @@
 from collections.abc import Mapping
 from typing import Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, model_validator
 
 from penstock.shared.reasoning import KNOWN
 from penstock.shared.settings.rewards.models import ModelsSettings, TeacherSettings
 from penstock.shared.settings.rewards.scorers import AnswerScorer, Scorer
-from penstock.shared.settings.section import OptionalPath, Section
+from penstock.shared.settings.section import Count, OptionalPath, Section
 
 
 class ExecutorSettings(Section):
@@ -31,7 +31,7 @@ class ExecutorSettings(Section):
 class RewardSettings(Section):
     """What a completion is worth."""
 
-    replicas: PositiveInt = Field(default=1)
+    replicas: Count = Field(default=1)
     """Replicas that `penstock up` starts."""
     expression: str = Field(default="")
     """Formula of the scorers' values: `0.9 * answer + 0.1 * format`. Empty: the mean of those that apply."""

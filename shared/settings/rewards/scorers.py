@@ -7,6 +7,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from penstock.shared.settings.rewards.base import BaseScorer, OpinionScorer
 from penstock.shared.settings.rewards.models import ModelScorer
+from penstock.shared.settings.section import Count
 
 
 def _tags(name: str) -> tuple[str, str]:
@@ -163,7 +164,7 @@ class ProcessScorer(OpinionScorer):
 
     reads: Literal["answer", "whole"] = Field(default="whole")
     """What it reads: the `answer` after the reasoning (reward.reasoning), or the `whole` completion."""
-    processes: PositiveInt = Field(default=1)
+    processes: Count = Field(default=1)
     """Killable processes; each answers one call at a time."""
     timeout_s: PositiveFloat = Field(default=30.0)
     """Seconds after which a call is given up and its process killed."""

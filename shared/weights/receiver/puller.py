@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from penstock.shared.bus.messages import PolicyRecord
-from penstock.shared.errors import PeerError, WeightsError
+from penstock.shared.errors import PeerError, SourceGone, WeightsError
 from penstock.shared.peers import frames
 from penstock.shared.peers.handshake import Secret, introduce
 from penstock.shared.weights.format import manifest
@@ -123,7 +123,8 @@ class Puller:
             raise WeightsError(f"{source} did not answer within {deadline_s:g} s") from error
         except (OSError, PeerError) as error:
             self._drop(source)
-            raise WeightsError(f"could not reach the source of weights at {source}: {error}") from error
+            kind = SourceGone if isinstance(error, ConnectionRefusedError) else WeightsError
+            raise kind(f"could not reach the source of weights at {source}: {error}") from error
         except BaseException:
             self._drop(source)
             raise

@@ -9,7 +9,7 @@ from penstock.services.cli.reports import memory
 from penstock.services.coordinator.records.memory import memory_line
 from penstock.shared.bus.messages import MemoryReport, MemorySample
 from penstock.shared.errors import PenstockError
-from penstock.shared.settings import Settings
+from penstock.shared.settings import Settings, load
 
 GIB = float(1 << 30)
 
@@ -57,6 +57,15 @@ def test_the_plan_predicts_what_a_run_of_its_settings_holds(run: Path, capsys: p
     assert sum(planned.values()) - planned["shadow"] == pytest.approx(share * 140 * GIB), "vLLM fills it"
     memory.show(run, as_json=False)
     assert ["weights", "0.141", "0.141", "+0%"] in [row.split() for row in capsys.readouterr().out.splitlines()]
+
+
+@pytest.mark.parametrize(("engine", "filled"), [("auto", False), ("transformers", False), ("vllm", True)])
+def test_on_a_cpu_vllm_alone_fills_what_it_may_use(run: Path, engine: str, *, filled: bool) -> None:
+    settings = load(run / "settings.toml", [f"--rollout.engine={engine}"], {})
+    measured = memory.PhaseMemory("rollout-0", "host cpu", "generate", 140 * GIB, 1.0, 1.0, {})
+    needed = 4 * 2 * 8 * 128 * 2 * (256 * 512)
+    assert memory.predicted(settings, measured)["key-value cache"] == pytest.approx(needed) or filled
+    assert (memory.predicted(settings, measured)["key-value cache"] > 100 * GIB) == filled
 
 
 def test_a_folder_without_records_is_named(tmp_path: Path) -> None:

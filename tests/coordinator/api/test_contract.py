@@ -164,8 +164,8 @@ async def test_commands_that_do_not_fit_are_conflicts_with_a_sentence(http: http
 async def test_a_pause_keeps_its_reason(http: httpx.AsyncClient, parts: Coordinator) -> None:
     await command(http, "start")
     answer = await http.post("/v1/run/pause", json={"reason": "kl over the ceiling"})
-    assert answer.json() == {"state": "paused", "changed": True, "reason": "kl over the ceiling"}
-    assert (await http.get("/v1/run")).json()["reason"] == "kl over the ceiling"
+    assert answer.json() == {"state": "paused", "changed": True, "reason": "on request: kl over the ceiling"}
+    assert (await http.get("/v1/run")).json()["reason"] == "on request: kl over the ceiling"
 
 
 async def test_after_pause_answers_the_cursor_stands_still(http: httpx.AsyncClient, bus: Bus) -> None:

@@ -261,7 +261,7 @@ async def test_a_pause_asks_for_a_token_that_may_operate_and_for_a_reason(
         await shows(page, "#state", "paused")
         await shows(page, "#activity", f"lunch {HOSTILE}")
         assert await page.evaluate("[sessionStorage.length, localStorage.length]") == [1, 0]
-    assert (await Ledger(bus).status()).reason == f"lunch {HOSTILE}"
+    assert (await Ledger(bus).status()).reason == f"on request: lunch {HOSTILE}"
 
 
 async def test_a_link_opens_the_page_without_a_token_and_leaves_nothing_of_it_in_the_browser(

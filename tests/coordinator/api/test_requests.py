@@ -325,7 +325,7 @@ async def test_a_list_is_given_page_by_page(parts: Coordinator, bus: Bus) -> Non
     assert changes == [
         ("running", "stopped", "for stop"),
         ("paused", "running", "for resume"),
-        ("running", "paused", "for pause"),
+        ("running", "paused", "on request: for pause"),
         ("created", "running", "for start"),
     ]
     assert second["next"] is None

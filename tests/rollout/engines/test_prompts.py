@@ -80,7 +80,11 @@ def test_arguments_of_the_chat_template_reach_it() -> None:
     [
         ({"text": None}, None, "expected text or messages in train.jsonl:8, found other content"),
         ({"text": ""}, None, "at least one token in train.jsonl:8, found an empty one"),
-        ({"text": "1" * 509}, None, "at most 508 tokens .* context of 512 less 4 new ones.* found 509: shorten it"),
+        (
+            {"text": "1" * 509},
+            None,
+            "at most 508 tokens .* context of 512, the model.s or rollout.vllm.max_model_len, less sampling.max_new_tokens = 4\\), found 509: shorten it",
+        ),
         ({"text": "ÄÖÜ"}, None, "tokens that hold the text of train.jsonl:8, found unknown ones and padding only"),
         ({"text": None, "messages": (ChatMessage("user", "1"),)}, None, "no chat template, but found messages"),
         (

@@ -16,7 +16,7 @@ from penstock.shared.errors import SettingsError
 from penstock.shared.model.context import check_context, own_context
 from penstock.shared.model.logits_transform import LogitsTransform, logits_transform
 from penstock.shared.model.rope import check_rope_for_vllm, settle_rope
-from penstock.shared.settings import PolicySettings
+from penstock.shared.settings import PolicySettings, load
 from tests.support import tiny
 from tests.support.packed import rows, separate
 from tests.trainer.model.test_attention import small
@@ -169,11 +169,21 @@ def test_a_models_context_is_read_off_its_config(config: dict[str, Any], expecte
         (600, 10, "expected rollout.vllm.max_model_len within the 512 tokens that m reads, found 600"),
     ],
 )  # fmt: skip
-def test_lengths_that_cannot_be_had_are_refused_before_anything_starts(limit: int, new: int, said: str) -> None:
+def test_lengths_that_cannot_be_had_are_refused_before_anything_starts(
+    limit: int, new: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def check(limit: int, new: int, *flags: str) -> None:
+        lengths = [f"--rollout.vllm.max_model_len={limit}", f"--sampling.max_new_tokens={new}"]
+        check_context(load(None, [*lengths, *flags], {}))
+
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "config.json").write_text('{"max_position_embeddings": 512}')
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(SettingsError, match=said):
-        check_context({"max_position_embeddings": 512}, limit, new, "m")
-    check_context({"max_position_embeddings": 512}, 512, 511, "m")
-    check_context({}, 0, 10_000, "m")
+        check(limit, new, "--policy.model=m")
+    check(512, 511, "--policy.model=m")
+    check(0, 10_000, "--policy.model=other")
+    check(0, 10_000, "--policy.model=m", "--algorithm.loss=cross_entropy")
 
 
 def noisy(kind: str) -> Any:

@@ -17,6 +17,10 @@ from penstock.shared.bus.stores.policy.ledger import Ledger, RunStatus
 
 ROLLBACK = key("rollback", "hash", "until the next one", "the rollback under way, or the last one (`Rollback`)")
 SOURCE = "rollback"
+ROLLING_BACK = "rolling back to version"
+"""Start of the reason of the pause meanwhile."""
+ON_REQUEST = "on request"
+"""Start of the reason of a pause by ``POST /v1/run/pause``, which outlasts a rollback."""
 
 
 def descendants(records: Iterable[PolicyRecord], ancestor: PolicyVersion) -> list[PolicyVersion]:
@@ -36,7 +40,7 @@ async def begin_rollback(bus: Bus, ledger: Ledger, status: RunStatus, target: Po
     """
     counts, mark = await bus.counts(), await ledger.mark(target.version)
     now_s, left = time.time(), descendants(await ledger.policies(target.version), target.version)
-    sentence = f"rolling back to version {target.version}" + (f": {reason}" if reason else "")
+    sentence = f"{ROLLING_BACK} {target.version}" + (f": {reason}" if reason else "")
     undone = 0 if mark is None else counts.get("trained", 0) - mark[0]
     detail = f"{sentence}; from step {status.step}: {len(left)} versions revoked, {undone} groups undone"
     event = wire.encode(Event(now_s, SOURCE, "rollback begun", detail, {"target": int(target.version)}))
