@@ -11,7 +11,9 @@ from penstock.shared.dataset_source import hub_dataset
 from penstock.shared.errors import SettingsError
 from penstock.shared.extras import install_advice, missing
 from penstock.shared.preflight.node import driver
-from penstock.shared.settings import Settings, check_plain_engine, check_reproducible, check_shared_engine
+from penstock.shared.settings import Settings
+from penstock.shared.settings.placement import check_shared_engine
+from penstock.shared.settings.root import check_plain_engine, check_reproducible
 from penstock.shared.settings.rewards.models import ModelScorer
 from penstock.shared.settings.rewards.scorers import AnswerScorer, FormatScorer
 from penstock.shared.settings.rollout import EpisodesSettings
