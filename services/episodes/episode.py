@@ -226,8 +226,8 @@ class Episode:
         """The experts of its turns' tokens (``penstock.shared.model.routes``)."""
         return self._tree.routes()
 
-    def sample(self, reward: float | None, routes: bytes = b"") -> Sample:
-        """Return the episode as a sample; ``routes``: the claim of its experts. Raises ValueError: no turn was drawn."""
+    def sample(self, reward: float | None) -> Sample:
+        """Return the episode as a sample. Raises ValueError: no turn was drawn."""
         columns, rows = self._tree.columns(), self._tree.rows()
         assert self._last is not None
         cut = self.ended in (Ended.LENGTH, Ended.CONTEXT, Ended.TURNS, Ended.DEADLINE)
@@ -249,7 +249,6 @@ class Episode:
                 self.metrics,
             ),
             environment_reward=reward,
-            routes=routes,
         )
 
 

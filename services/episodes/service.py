@@ -153,8 +153,9 @@ class Episodes:
             reward = await self._driver.play(episode)
         if not episode.turns:
             raise TemporaryError(f"the policy had no turn: the episode ended by its {episode.ended.value}")
-        claim = b"" if self._bus is None else await self._bus.claimed(episode.routes, prompt.group_id)
-        return episode.sample(reward, claim)
+        sample, experts = episode.sample(reward), episode.routes  # at one time: requests left behind may add turns
+        claim = b"" if self._bus is None else await self._bus.claimed(experts, prompt.group_id)
+        return dataclasses.replace(sample, routes=claim)
 
 
 def _cause_of(error: TemporaryError | PermanentError) -> str:

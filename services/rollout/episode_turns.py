@@ -93,7 +93,8 @@ def generation_of(
 
 def drawn_of(drawn: GeneratedSample, *, has_routes: bool = False) -> DrawnTurn:
     """``has_routes``: with those of the tokens from which the turn was drawn, as far as its frame has room for them."""
-    routes = drawn.routes[-len(drawn.token_ids) :] if has_routes and drawn.routes is not None else None
+    routes = b"" if drawn.routes is None or not has_routes else drawn.routes[-len(drawn.token_ids) :].tobytes()
+    has_room = len(routes) + drawn.support_ids.nbytes <= frames.PART_BYTES
     return DrawnTurn(
         np.ascontiguousarray(drawn.token_ids, np.int32),
         np.ascontiguousarray(drawn.behavior_logprobs, np.float32),
@@ -102,7 +103,7 @@ def drawn_of(drawn: GeneratedSample, *, has_routes: bool = False) -> DrawnTurn:
         np.ascontiguousarray(drawn.support_sizes, np.int32),
         np.ascontiguousarray(drawn.support_ids, np.int32),
         drawn.cached_tokens,
-        b"" if routes is None or routes.nbytes > frames.PART_BYTES else routes.tobytes(),
+        routes if has_room else b"",
     )
 
 

@@ -49,10 +49,11 @@ def unpack(payload: bytes | memoryview, tokens: tuple[int, int], layers: int, to
 def join(turns: Sequence[tuple[int, bytes]]) -> bytes:
     """Return an episode's payload, from the number of tokens of each turn and its routes; empty: no turn has any.
 
-    A turn with other bytes a token than the first has none.
+    A turn with other bytes a token than most of them has none.
     """
-    token_bytes = next((len(payload) // tokens for tokens, payload in turns if payload), 0)
-    known = [bool(payload) and len(payload) == tokens * token_bytes for tokens, payload in turns]
+    sizes = [0 if len(payload) % tokens else len(payload) // tokens for tokens, payload in turns]
+    token_bytes = max(filter(None, sizes), key=sizes.count, default=0)
+    known = [0 < size == token_bytes for size in sizes]
     parts = (payload for (_, payload), is_known in zip(turns, known, strict=True) if is_known)
     return b"".join((bytes(known), *parts)) if any(known) else b""
 

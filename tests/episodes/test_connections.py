@@ -12,7 +12,7 @@ import pytest
 
 from penstock.services.episodes.http.gateway import CONNECTIONS, Gateway
 from penstock.shared.process.connections import ConnectionBounds
-from tests.conftest import PATIENCE_S
+from tests.conftest import PATIENCE_S, until
 from tests.support import builders
 
 PATIENT = ConnectionBounds(
@@ -130,3 +130,24 @@ async def test_an_episode_displaces_its_own_connections_only() -> None:
         strangers = [await connect(gateway, UNFINISHED) for _ in range(9)]
         assert not any(reader.at_eof() for reader, _ in [peaceful, *held[4:]])
         await close([peaceful, *held, *strangers])
+
+
+async def test_the_end_of_an_episode_cancels_all_of_its_requests_and_equal_ones() -> None:
+    asked, ended = list[Any](), list[Any]()
+
+    async def answer(*given: Any) -> None:
+        asked.append(given)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append(given)
+
+    body = b'{"model": "policy", "messages": [{"role": "user", "content": "?"}]}'
+    head = "POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Length: {}\r\nx-api-key: {}\r\n\r\n"
+    episode: Any = SimpleNamespace(prompt=builders.prompt(9), answer=answer)
+    async with serving(PATIENT) as (gateway, _):
+        with gateway.visited(episode) as key:
+            held = [await connect(gateway, head.format(len(body), key).encode() + body) for _ in range(3)]
+            await until(lambda: len(asked) == 3)
+        await until(lambda: len(ended) == 3)
+        await close(held)

@@ -16,25 +16,28 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from examples.guess import make
-from penstock.services.episodes.episode import Answer
+from penstock.services.episodes.episode import Answer, Episode
 from penstock.services.episodes.http.anthropic import Anthropic
 from penstock.services.episodes.http.chat import Chat
 from penstock.services.episodes.http.dialect import Dialect
 from penstock.services.episodes.http.responses import Responses
 from penstock.services.episodes.http.tokens import Tokens
 from penstock.services.episodes.messages import Message
+from penstock.services.episodes.service import Episodes, Policy
 from penstock.services.rollout.engines import scripted
 from penstock.services.rollout.engines.engine import GeneratedSample
+from penstock.services.rollout.episode_turns import drawn_of
 from penstock.services.trainer.rank0.mailbox.routes import fetch
 from penstock.shared.bus.bus import Bus
 from penstock.shared.bus.messages import Experience, FinishReason, PolicyVersion, RolloutGroup, Sample
 from penstock.shared.model.routes import split
-from penstock.shared.peers.turns import DrawnTurn
+from penstock.shared.peers.turns import DrawnTurn, TurnRequest
 from penstock.shared.settings import TrainerSettings
 from penstock.shared.shelf.shelf import Limits
 from tests.conftest import need_module, until
-from tests.episodes.test_service import Player, binary_search, playing
+from tests.episodes.test_service import Player, binary_search, playing, settings
 from tests.support import builders, forge, tiny
+from tests.support.chat_tokenizers import characters
 from tests.support.shelves import served
 
 __all__ = ["playing"]
@@ -126,6 +129,44 @@ async def test_turns_that_lost_theirs_and_those_drawn_again_after_a_replica_died
     payloads = await payloads_of(player.bus, group)
     for sample in group.samples:
         check(sample, payloads[sample.routes], lost=1)
+
+
+@dataclasses.dataclass
+class Leaving:
+    """Draws turns, and plays an episode whose agent leaves while it asks for another one."""
+
+    newest = PolicyVersion(0)
+    left: Any = None
+    goes_on: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
+
+    async def draw(self, request: TurnRequest, last: str) -> tuple[DrawnTurn, str]:
+        if self.left is not None:
+            await self.goes_on.wait()
+        return drawn_of(drawn("yes", 0.5, 10, [PolicyVersion(0)] * 10), has_routes=True), "rollout-0"
+
+    async def play(self, episode: Episode) -> float:
+        await episode.answer([Message("user", "?")])
+        self.left = asyncio.create_task(episode.answer([Message("user", "and?")]))
+        return 1.0
+
+
+@pytest.mark.usefixtures("shelved")
+async def test_a_turn_that_ends_while_experts_go_to_the_shelf_is_in_neither_sample_nor_payload(bus: Bus) -> None:
+    of, leaving, shelf = settings(), Leaving(), bus.shelf
+    assert shelf is not None
+    put = shelf.put
+
+    async def late(payload: bytes, group_id: int, prompt: bytes = b"") -> Any:
+        leaving.goes_on.set()
+        await leaving.left
+        return await put(payload, group_id, prompt)
+
+    prompt = dataclasses.replace(builders.prompt(0), sample=0, environment=of.episodes.name)
+    with mock.patch.object(shelf, "put", late):
+        group = await Episodes(of, Policy.of(of, characters()), leaving, leaving, "episodes-0", bus).handle(prompt)
+    (sample,) = group.samples
+    assert len(turns_of(sample)) == 1
+    check(sample, (await payloads_of(bus, group))[sample.routes])
 
 
 async def test_without_a_shelf_or_room_on_it_a_sample_has_no_claim(playing: Any) -> None:

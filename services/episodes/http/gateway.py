@@ -65,6 +65,8 @@ class _Visitor:
     connections: Newcomers = dataclasses.field(default_factory=lambda: Newcomers(CONNECTIONS))
     asked: dict[str, "asyncio.Task[list[Answer]]"] = dataclasses.field(default_factory=dict)
     """By digest: the newest requests, running or answered."""
+    drawing: "set[asyncio.Task[list[Answer]]]" = dataclasses.field(default_factory=set)
+    """All that run: of equal requests too, of which ``asked`` has the newest."""
 
 
 class Gateway:
@@ -92,7 +94,7 @@ class Gateway:
             yield key
         finally:
             del self._visitors[key]
-            for task in visitor.asked.values():
+            for task in visitor.drawing:
                 task.cancel()
 
     async def run(self) -> None:
@@ -159,6 +161,8 @@ class Gateway:
         task = visitor.asked.get(name) if is_retry else None
         if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
             task = asyncio.create_task(_answers(visitor.episode, question))
+            visitor.drawing.add(task)
+            task.add_done_callback(visitor.drawing.discard)
             visitor.asked.pop(name, None)
             visitor.asked[name] = task
             for oldest in [each for each, asked in visitor.asked.items() if asked.done()][:-_REMEMBERED]:

@@ -270,6 +270,7 @@ def test_a_lost_or_wrong_record_leaves_its_turns_to_the_live_routers() -> None:
 def test_a_turn_with_other_bytes_a_token_has_no_routes() -> None:
     assert routes.join([(2, b"abcd"), (1, b"xyz"), (3, b""), (1, b"ef")]) == b"\1\0\0\1abcdef"
     assert routes.join([(2, b"abc"), (1, b"x")]) == b"\0\1x"
+    assert routes.join([(2, b"ab"), (1, b"xy"), (3, b"abcdef")]) == b"\0\1\1xyabcdef", "a first one spoils no others"
     assert routes.join([(2, b""), (1, b"")]) == routes.join([]) == b""
     recorded, rest = routes.split(b"\1\0\0\1abcdef", (2, 1, 3, 1))
     assert (recorded.tolist(), bytes(rest)) == ([True, True, False, False, False, False, True], b"abcdef")
@@ -282,8 +283,11 @@ def test_turns_that_do_not_fit_into_a_frame_and_those_of_evaluations_have_no_rou
     (drawn,) = draw_one()
     assert drawn_of(drawn, has_routes=True).routes == drawn.routes[-len(drawn.token_ids) :].tobytes()
     assert drawn_of(drawn).routes == b""
-    with mock.patch("penstock.shared.peers.frames.PART_BYTES", 1):
-        assert drawn_of(drawn, has_routes=True).routes == b""
+    room = drawn.routes[-len(drawn.token_ids) :].nbytes
+    beside = dataclasses.replace(drawn, support_ids=np.zeros(1, np.int32))
+    with mock.patch("penstock.shared.peers.frames.PART_BYTES", room):
+        assert drawn_of(drawn, has_routes=True).routes
+        assert drawn_of(beside, has_routes=True).routes == b"", "the tokens that could be drawn are in the frame, too"
 
 
 @torch.inference_mode()

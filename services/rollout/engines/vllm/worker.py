@@ -293,18 +293,14 @@ class PolicyWorker:
 
     def _deliver(self, finished: Finished) -> None:
         def rows() -> list[Frame]:
-            return [
-                {
-                    "kind": "row",
-                    "request": request,
-                    "logprobs": logprobs,
-                    "versions": versions,
-                    "sizes": np.array([len(supports[place]) for place in sorted(supports)], dtype=np.int32).tobytes(),
-                    "ids": b"".join(supports[place].tobytes() for place in sorted(supports)),
-                    "routes": self._routes.frame(finished.routes[number]) if self._routes else None,
-                }
-                for number, (request, logprobs, versions, supports) in enumerate(finished.rows())
-            ]
+            made = list[Frame]()
+            for number, (request, logprobs, versions, supports) in enumerate(finished.rows()):
+                sizes = np.array([len(supports[place]) for place in sorted(supports)], dtype=np.int32).tobytes()
+                ids = b"".join(supports[place].tobytes() for place in sorted(supports))
+                routes = self._routes.frame(finished.routes[number], len(ids)) if self._routes else None
+                row = {"kind": "row", "request": request, "logprobs": logprobs, "versions": versions, "sizes": sizes}
+                made.append({**row, "ids": ids, "routes": routes})
+            return made
 
         self._reporter.send(rows)
 

@@ -166,9 +166,11 @@ def test_what_was_not_seen_or_has_no_room_in_a_message_is_not_sent(monkeypatch: 
     assert record.frame(record.release(0, 65, 1024)) is None, "its first page is missing"
     record.reserve(np.array([0]), 1024)
     assert record.frame(record.release(0, 1, 1024)) == {"kind": "uint16", "shape": [1, 2, 2], "ids": bytes(8)}
-    monkeypatch.setattr(route_record, "PART_BYTES", 7)
+    monkeypatch.setattr(route_record, "PART_BYTES", 9)
     record.reserve(np.array([0]), 1024)
-    assert record.frame(record.release(0, 1, 1024)) is None, "its message would be too large"
+    routes = record.release(0, 1, 1024)
+    assert record.frame(routes, 1) == {"kind": "uint16", "shape": [1, 2, 2], "ids": bytes(8)}
+    assert record.frame(routes, 2) is None, "with the tokens that could be drawn its message would be too large"
 
 
 def config(family: str = "qwen3_moe", **parallel: Any) -> Any:

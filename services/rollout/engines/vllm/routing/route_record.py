@@ -114,8 +114,8 @@ class RouteRecord:
         self._table[own] = 0
         return host.view(len(host), *self._shape)
 
-    def frame(self, routes: torch.Tensor) -> Frame | None:
-        """Return a part of a worker's message; None: not kept, or too large."""
-        if not len(routes) or routes.nbytes > PART_BYTES:
+    def frame(self, routes: torch.Tensor, beside_bytes: int = 0) -> Frame | None:
+        """Return a part of a worker's message, that has ``beside_bytes`` of supports; None: not kept, or too large."""
+        if not len(routes) or routes.nbytes + beside_bytes > PART_BYTES:
             return None
         return {"kind": self._kind, "shape": list(routes.shape), "ids": routes.numpy().tobytes()}
