@@ -45,8 +45,9 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         events = [{"entry": f"{n}-0", "at_s": 1.8e9 + n, "source": "trainer-0", "name": "self-test passed", "detail": detail} for n in range(9)]  # fmt: skip
         write_lines(folder / "events.jsonl", events)
         known = {"version": 250, "step": 250, "problems": 500, "answered": 500, "correct": 445, "accuracy": 0.89}
-        rest = {"initial": False, "final": True, "started_at_s": 1.8e9, "seconds": 1.0, "note": ""}
-        write_lines(folder / "evaluations.jsonl", [known | rest])
+        rest = {"initial": False, "final": True, "started_at_s": 1.8e9, "seconds": 1.0, "note": "", "pass_at": {}}
+        of_set = {"set": "main", "samples": 1, "accuracy_low": None, "accuracy_high": None}
+        write_lines(folder / "evaluations.jsonl", [known | rest | of_set])
     return {name: str(folder) for name, folder in folders.items()}
 
 

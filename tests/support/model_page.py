@@ -50,9 +50,9 @@ _EXPERTS = """
 With `trainer.expert_parallel = N` each of N ranks keeps 1/N of every layer's experts, and tokens travel to them. Router,
 shared experts and experts compute as transformers does. At ZeRO stage 3 the ranks that have the same experts divide
 them once more. With adapters, name layers without experts in `policy.lora.target_modules`. A critic's experts are
-shared likewise, so it is a mixture, too. `trainer.sequence_parallel` works beside it, except for `qwen3_5_moe_text` and
-`qwen3_next`, whose layers have a state. These model types are tested, at stages 1 to 3, on CPUs with gloo; others are
-refused.
+shared likewise, so it is a mixture, too. `trainer.sequence_parallel` works beside it (not tried on GPUs), except for
+`qwen3_5_moe_text` and `qwen3_next`, whose layers have a state. These model types are tested, at stages 1 to 3, on CPUs
+with gloo, `qwen3_moe` also on two GPUs; others are refused.
 
 """
 _REPLAY = """
