@@ -50,8 +50,8 @@ async def begin_rollback(bus: Bus, ledger: Ledger, status: RunStatus, target: Po
     begun = await bus.script(
         "roll_back", expected_newest=-1 if status.newest_version is None else status.newest_version,
         target=target.version, target_step=target.step, now_s=now_s, reason=sentence, id=uuid.uuid4().hex[:12],
-        pause_reason=asked.partition(f"; {ROLLED_BACK}")[0], event=event, event_entries=streams.EVENTS.max_entries or 0, history_entries=streams.HISTORY.max_entries or 0,
-        versions=left,
+        pause_reason=asked.partition(f"; {ROLLED_BACK}")[0], event=event, versions=left,
+        event_entries=streams.EVENTS.max_entries or 0, history_entries=streams.HISTORY.max_entries or 0,
     )  # fmt: skip
     return str(begun.decode())
 
