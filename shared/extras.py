@@ -46,8 +46,9 @@ def _needs(extra: str) -> Iterator[str]:
 
 
 def advice_on(error: ImportError) -> str:
-    """Return the command that installs the package that could not be imported; "" if no extra has it."""
-    return install_advice([(error.name or "").partition(".")[0]])
+    """Return the command that installs the package that could not be imported; "" if it is Penstock's own, or no extra has it."""
+    package = (error.name or "").partition(".")[0]
+    return "" if package == _NAME else install_advice([package])
 
 
 def _extra_of(package: str) -> list[str]:

@@ -565,7 +565,7 @@ def main(arguments: list[str] | None = None) -> int:
     except ImportError as error:
         if not (advice := advice_on(error)):
             raise
-        console.warn(f"penstock {command}: the package {error.name} is not installed: {advice}")
+        console.warn(f"penstock {command}: {error}: {advice}")
         return 2
     except OSError as error:
         if error.filename is None:  # not about a file that the user named

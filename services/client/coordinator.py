@@ -45,6 +45,14 @@ class Unreadable(Unreachable):
     """The answer is not from a compatible coordinator."""
 
 
+class Unable(Unreachable):
+    """The coordinator answers that it cannot serve the request now; ``reason`` is its own."""
+
+    def __init__(self, answer: Answer, reason: str) -> None:
+        super().__init__(f"the coordinator cannot answer {answer.url} now ({answer.status}): {reason}")
+        self.reason = reason
+
+
 class RequestRefused(PenstockError):
     """The coordinator refused; the message is its reason."""
 
@@ -272,7 +280,10 @@ class AsyncCoordinator:
 
 
 def _nobody(url: str, error: Exception) -> str:
-    return f"no coordinator answers at {url} ({error or type(error).__name__}): is the run up?"
+    return (
+        f"no coordinator answers at {url} ({error}): while `penstock up` runs, another follows within seconds; else "
+        "`penstock up --resume RUN` continues the run"
+    )
 
 
 def _checked(answer: Answer) -> Answer:
@@ -283,7 +294,7 @@ def _checked(answer: Answer) -> Answer:
     except (ValueError, KeyError, TypeError):
         reason = answer.text()[:200] or "it gives no reason"
     if answer.status >= 500:
-        raise Unreachable(f"expected an answer from {answer.url}, found {answer.status}: {reason}")
+        raise Unable(answer, reason)
     raise RequestRefused(reason)
 
 

@@ -11,12 +11,11 @@ from penstock.shared.dataset_source import hub_dataset
 from penstock.shared.errors import SettingsError
 from penstock.shared.extras import install_advice, missing
 from penstock.shared.preflight.node import driver
-from penstock.shared.settings import Settings
 from penstock.shared.settings.placement import check_shared_engine
 from penstock.shared.settings.rewards.models import ModelScorer
 from penstock.shared.settings.rewards.scorers import AnswerScorer, FormatScorer
 from penstock.shared.settings.rollout import EpisodesSettings
-from penstock.shared.settings.root import check_plain_engine, check_reproducible
+from penstock.shared.settings.root import Settings, check_plain_engine, check_reproducible
 
 _IMPORT_S = 120.0
 """Longest import of the user's functions; the service that calls them has its own limit."""

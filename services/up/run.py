@@ -231,7 +231,8 @@ def _row(child: Child, seen: RunSnapshot) -> ViewRow:
         return ViewRow(
             child.plan.name, child.state.value, None, used, child.restarts, child.pid, note or child.last_death
         )
-    note = replica.last_error or child.last_death or activity(replica)
+    died = f"was restarted: {child.last_death}" if child.last_death else ""
+    note = replica.last_error or activity(replica) or died
     return ViewRow(
         child.plan.name, replica.state, replica.version, replica.memory_bytes, child.restarts, child.pid, note
     )

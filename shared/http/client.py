@@ -80,7 +80,7 @@ class HttpClient:
         except TimeoutError as error:
             raise NoHttpAnswer(f"there was no answer within {self._timeout_s:g} s") from error
         except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:
-            raise NoHttpAnswer(f"found {type(error).__name__}: {error}") from error
+            raise NoHttpAnswer(f"found {type(error).__name__}" + (f": {error}" if str(error) else "")) from error
         return Answer(url, response.status_code, content, response.headers.get("Retry-After", ""))
 
 

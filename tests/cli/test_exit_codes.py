@@ -194,6 +194,25 @@ def test_a_run_without_what_a_command_reads_is_a_failure(ended: Path, capsys: py
     assert capsys.readouterr().out.endswith(f"{ended / 'report.html'}\n")
 
 
+def test_a_missing_package_is_named_with_its_extra_and_a_fault_of_our_own_modules_is_not_called_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    missing, own = (
+        ModuleNotFoundError("No module named 'torch'", name="torch"),
+        ImportError("x", name="penstock.shared"),
+    )
+
+    def failing(*_: object, **__: object) -> None:
+        raise errors.pop()
+
+    errors: list[ImportError] = [own, missing]
+    monkeypatch.setattr("penstock.services.cli.__main__.app", failing)
+    assert main(["plan"]) == WRONG
+    assert "penstock plan: No module named 'torch': pip install" in capsys.readouterr().err
+    with pytest.raises(ImportError, match="x"):
+        main(["plan"])
+
+
 def test_the_page_of_exit_codes_has_these_codes() -> None:
     page = (ROOT / "docs/reference/exit-codes.md").read_text()
     assert re.findall(r"^\| (\d+) \|", page, re.MULTILINE) == ["0", "1", "2", "130", "143"]

@@ -319,7 +319,15 @@ async def test_a_run_that_is_paused_meanwhile_stays_paused(
     async with replica(bus, 5):
         await until(lambda: _is(parts, Stage.LIVE))
     status = await Ledger(bus).status()
-    assert (status.state, status.reason) == (RunState.PAUSED, "I look at it; rolled back to version 2, as version 5")
+    kept = "on request: I look at it; rolled back to version 2, as version "
+    assert (status.state, status.reason) == (RunState.PAUSED, f"{kept}5")
+    await http.post("/v1/policies/2/rollback")
+    assert (await _current(parts)).revoked == 1, "the first branch was revoked before"
+    await _load_and_publish(bus)
+    async with replica(bus, 6):
+        await until(lambda: _is(parts, Stage.LIVE))
+    status = await Ledger(bus).status()
+    assert (status.state, status.reason) == (RunState.PAUSED, f"{kept}6")
     assert (await http.post("/v1/run/resume")).status_code == 200
 
 

@@ -26,6 +26,7 @@ from penstock.shared.bus.messages import Json, PolicyVersion
 from penstock.shared.bus.stores.policy.ledger import ENDED, Ledger, RunState, RunStatus
 from penstock.shared.bus.stores.policy.rollback import (
     OVER,
+    ROLLED_BACK,
     SOURCE,
     Rollback,
     Stage,
@@ -172,7 +173,7 @@ class Rollbacks:
         if (self.has_replicas and len(behind) == len(beats)) or (behind and patient):
             return
         why = rollback.reason.partition(": ")[2]
-        reason = f"rolled back to version {rollback.target}, as version {version}" + (f": {why}" if why else "")
+        reason = f"{ROLLED_BACK} {rollback.target}, as version {version}" + (f": {why}" if why else "")
         if rollback.pause_reason and not rollback.resumes:
             reason = f"{rollback.pause_reason}; {reason}"
         state = RunState.RUNNING if rollback.resumes else RunState.PAUSED

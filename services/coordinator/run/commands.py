@@ -58,9 +58,9 @@ class Steering:
     async def command(self, name: str, reason: str) -> tuple[bool, RunState, str]:
         """Start, pause, resume or stop; return whether that changed the run, its state and reason."""
         order = ORDERS[name]
-        if name == "pause":
-            reason = f"{ON_REQUEST}: {reason}" if reason else ON_REQUEST
-        reason = reason or f"{name} by HTTP"
+        if name == "pause" and reason:
+            reason = f"{ON_REQUEST}: {reason}"
+        reason = reason or ON_REQUEST
         await self._mind_rollback(name, reason)
         changed, state = await self.ledger.transition(order.to, reason, order.allowed)
         if not changed and state is not order.to:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from penstock.services.client.coordinator import AsyncCoordinator, RequestRefused, Unreachable, Unreadable, find
+from penstock.services.client.coordinator import AsyncCoordinator, RequestRefused, Unable, Unreachable, Unreadable, find
 from penstock.services.client.views import EventView, ReplicaView, RunView
 from penstock.shared.errors import PenstockError
 from penstock.shared.files.durable import no_space
@@ -39,6 +39,8 @@ class Watch:
         self._last_event = (0, 0)
         self._coordinator: AsyncCoordinator | None = None
         self._is_silent = False
+        self._unable = ""
+        """Why the coordinator cannot answer, as it says; or empty."""
 
     async def run(self, on_news: Callable[[RunSnapshot], None]) -> None:
         try:
@@ -57,6 +59,7 @@ class Watch:
                 self._tell_events(await coordinator.events())
             except (Unreachable, RequestRefused) as error:
                 await self._forget()
+                self._unable = error.reason if isinstance(error, Unable) else ""
                 self._tell_once(error)
                 return False
             by_name = {replica.replica: replica for replica in replicas}
@@ -72,9 +75,8 @@ class Watch:
         silent_s = time.time() - self.seen.at_s
         if self.seen.run is not None and silent_s > SILENT_S and not (self._is_silent or self._told):
             self._is_silent = True
-            why = no_space(self._run_folder) or (
-                "it is frozen, has died, or is short of processor time; groups in flight are trained meanwhile"
-            )
+            frozen = "it is frozen, has died, or is short of processor time; groups in flight are trained meanwhile"
+            why = no_space(self._run_folder) or self._unable or frozen
             self._tell(f"the coordinator has not answered for {silent_s:.0f} s: {why}")
 
     async def finished(self) -> bool:

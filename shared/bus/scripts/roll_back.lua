@@ -4,7 +4,7 @@
 -- groups. Loading, publishing and serving follow from this record. The event is written once, even if the answer is
 -- lost.
 -- KEYS: run policy_states revoked journal counts marks checkpoints rollback pins history events payloads
--- ARGV: expected_newest target target_step now_s reason id event event_entries history_entries
+-- ARGV: expected_newest target target_step now_s reason id pause_reason event event_entries history_entries
 -- ARGV: versions...
 -- `versions`: those to revoke.
 -- Returns 'ok', or 'moved' (read again), 'busy' (another rollback is under way), 'no_checkpoint', 'state:<state>'.
@@ -62,6 +62,6 @@ end
 redis.call('DEL', rollback)
 redis.call('HSET', rollback, 'id', id, 'target', target, 'state', 'loading', 'reason', reason, 'started_at_s', now_s,
   'changed_at_s', now_s, 'resumes', before[1] == 'running' and 1 or 0, 'revoked', #versions, 'undone',
-  string.format('%d', undone), 'from_step', before[4] or '0')
+  string.format('%d', undone), 'from_step', before[4] or '0', 'pause_reason', pause_reason)
 redis.call('XADD', events, 'MAXLEN', '~', event_entries, '*', 'id', '', 'data', event)
 return 'ok'

@@ -335,7 +335,7 @@ async def test_a_key_is_answered_once_and_again_with_the_same(parts: Coordinator
     async with client(parts) as http:
         first = await http.post("/v1/run/start", headers={"Idempotency-Key": "k-1"})
         again = await http.post("/v1/run/start", headers={"Idempotency-Key": "k-1"})
-        assert first.json() == again.json() == {"state": "running", "changed": True, "reason": "start by HTTP"}
+        assert first.json() == again.json() == {"state": "running", "changed": True, "reason": "on request"}
         assert ("idempotency-replayed" in first.headers, again.headers["idempotency-replayed"]) == (False, "true")
         other = await http.post("/v1/run/start", headers={"Idempotency-Key": "k-1"}, json={"reason": "x"})
         problem(other, 422, "with another request body")

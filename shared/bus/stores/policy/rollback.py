@@ -13,14 +13,15 @@ from penstock.shared.bus.bus import Bus
 from penstock.shared.bus.encoding import wire
 from penstock.shared.bus.keys import key
 from penstock.shared.bus.messages import Event, PolicyRecord, PolicyVersion
-from penstock.shared.bus.stores.policy.ledger import Ledger, RunStatus
+from penstock.shared.bus.stores.policy.ledger import Ledger, RunState, RunStatus
 
 ROLLBACK = key("rollback", "hash", "until the next one", "the rollback under way, or the last one (`Rollback`)")
 SOURCE = "rollback"
 ROLLING_BACK = "rolling back to version"
 """Start of the reason of the pause meanwhile."""
+ROLLED_BACK = "rolled back to version"
 ON_REQUEST = "on request"
-"""Start of the reason of a pause by ``POST /v1/run/pause``, which outlasts a rollback."""
+"""Start of the reason of a command by HTTP, such as a pause, which outlasts a rollback."""
 
 
 def descendants(records: Iterable[PolicyRecord], ancestor: PolicyVersion) -> list[PolicyVersion]:
@@ -39,7 +40,9 @@ async def begin_rollback(bus: Bus, ledger: Ledger, status: RunStatus, target: Po
         "ok", "moved" (read again), "busy" (another is under way), "no_checkpoint", or "state:<state>" (neither running nor paused).
     """
     counts, mark = await bus.counts(), await ledger.mark(target.version)
-    now_s, left = time.time(), descendants(await ledger.policies(target.version), target.version)
+    revoked, branch = await ledger.revoked(), descendants(await ledger.policies(target.version), target.version)
+    now_s, left = time.time(), [version for version in branch if version not in revoked]
+    asked = status.reason if status.state is RunState.PAUSED and status.reason.startswith(ON_REQUEST) else ""
     sentence = f"{ROLLING_BACK} {target.version}" + (f": {reason}" if reason else "")
     undone = 0 if mark is None else counts.get("trained", 0) - mark[0]
     detail = f"{sentence}; from step {status.step}: {len(left)} versions revoked, {undone} groups undone"
@@ -47,8 +50,8 @@ async def begin_rollback(bus: Bus, ledger: Ledger, status: RunStatus, target: Po
     begun = await bus.script(
         "roll_back", expected_newest=-1 if status.newest_version is None else status.newest_version,
         target=target.version, target_step=target.step, now_s=now_s, reason=sentence, id=uuid.uuid4().hex[:12],
-        event=event, event_entries=streams.EVENTS.max_entries or 0, history_entries=streams.HISTORY.max_entries or 0,
-        versions=left,
+        pause_reason=asked.partition(f"; {ROLLED_BACK}")[0], event=event, versions=left,
+        event_entries=streams.EVENTS.max_entries or 0, history_entries=streams.HISTORY.max_entries or 0,
     )  # fmt: skip
     return str(begun.decode())
 
