@@ -150,7 +150,7 @@ class Replicas:
         replica.own += 1
         connection: _Connection | None = None
         try:
-            connection = replica.idle.pop() if replica.idle else await self._connect(replica.address)
+            connection = _idle(replica) or await self._connect(replica.address)
             connection.writer.write(frames.pack(request.frame()))
             await connection.writer.drain()
             frame = await frames.receive_async(connection.reader)
@@ -182,6 +182,16 @@ class Replicas:
                 writer.close()
                 raise
         return _Connection(reader, writer)
+
+
+def _idle(replica: _Replica) -> _Connection | None:
+    """Return an idle connection that the replica has not closed, as one that died did; None: there is none."""
+    while replica.idle:
+        connection = replica.idle.pop()
+        if not (connection.reader.at_eof() or connection.writer.is_closing()):
+            return connection
+        connection.writer.close()
+    return None
 
 
 def _hang_up(replica: _Replica) -> None:
