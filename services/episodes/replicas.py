@@ -185,7 +185,7 @@ class Replicas:
 
 
 def _idle(replica: _Replica) -> _Connection | None:
-    """Return an idle connection that the replica has not closed, as one that died did; None: there is none."""
+    """Return an idle connection that the replica has not closed, as one that died did, or None."""
     while replica.idle:
         connection = replica.idle.pop()
         if not (connection.reader.at_eof() or connection.writer.is_closing()):
