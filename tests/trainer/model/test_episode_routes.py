@@ -1,7 +1,7 @@
 """The experts of an episode's turns reach exactly the tokens from which the turns were drawn, whatever tree the turns make."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
@@ -28,20 +28,13 @@ from penstock.shared.model.routes import mixtures_of
 from penstock.shared.peers.turns import DrawnTurn, read_drawn
 from tests.support.expert_ranks import family
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 EXACT = 1e-5
 """Nats, of a row in float32 and of decoding with a cache."""
 FAMILIES = sorted(experts.PROVEN)
 VOCABULARY = 90
 MESSAGE = Message("assistant")
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tiny products: threads would only wait for one another."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @dataclasses.dataclass(slots=True)

@@ -1,12 +1,12 @@
 """Every tiny configuration equals the unmodified model, or is refused with a sentence."""
 
 import re
-from collections.abc import Iterator
 
 import pytest
-import torch
 
 from tests.support import model_page, model_zoo
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 VERDICTS = model_page.verdicts()
 
@@ -18,15 +18,6 @@ def test_the_table_has_every_configuration_once() -> None:
 
 def test_the_page_is_the_tables() -> None:
     assert model_page.PAGE.read_text() == model_page.text(VERDICTS), "run `make models`"
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tiny products: threads would only wait for one another."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.filterwarnings("ignore")

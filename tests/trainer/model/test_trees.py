@@ -1,7 +1,6 @@
 """Trees of tokens: computed once, with the logprobs and gradients of their branches."""
 
 import dataclasses
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -19,17 +18,10 @@ from penstock.shared.bus.messages import Sample
 from tests.support import builders, model_page, trees
 from tests.trainer.model.test_attention import WAYS, loop_varlen, one_by_one
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 EXACT = 1e-12
 """Float64, sums in another order."""
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tiny products: threads would only wait for one another."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.filterwarnings("ignore")
