@@ -466,12 +466,13 @@ def worst(values: Any) -> Any:
     return values
 
 
-def main(folder: Path) -> None:
+def main(scenes_of: Callable[[Path], dict[str, Any]]) -> None:
+    """Compute scenes on all ranks; rank 0 writes what they found into the folder of the command line."""
+    folder = Path(sys.argv[1])
     start_ranks("cpu")
     torch.set_num_threads(1)
-    scenes = four if dist.get_world_size() == 4 else pair
     with tolerance.smooth_adam():
-        actual = {name: worst(scene) for name, scene in scenes(folder).items()}
+        actual = {name: worst(scene) for name, scene in scenes_of(folder).items()}
     if dist.get_rank() == 0:
         torch.save(actual, folder / "found.pt")
         print(json.dumps(sorted(actual)))
@@ -481,4 +482,4 @@ def main(folder: Path) -> None:
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    main(Path(sys.argv[1]))
+    main(lambda folder: (four if dist.get_world_size() == 4 else pair)(folder))

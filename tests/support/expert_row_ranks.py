@@ -4,23 +4,19 @@ started once by the launcher. Rank 0 writes the results.
 
 import dataclasses
 import itertools
-import json
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from penstock.services.trainer.model import experts
 from penstock.services.trainer.model.engine import place
 from penstock.services.trainer.model.layers import ulysses
 from penstock.services.trainer.model.policy import Policy
-from penstock.services.trainer.rank_group import start_ranks
 from penstock.services.trainer.self_test import self_test
 from penstock.shared.errors import SettingsError
-from tests.support import expert_ranks, tiny, tolerance
+from tests.support import expert_ranks, tiny
 from tests.support.expert_ranks import (
     ACTOR_CRITIC,
     by_others,
@@ -35,7 +31,6 @@ from tests.support.expert_ranks import (
     settings,
     steps,
     updated,
-    worst,
 )
 
 RECURRENT = {"qwen3_5_moe_text", "qwen3_next"}
@@ -123,25 +118,14 @@ def of_starts(ranks: int) -> dict[str, Any]:
     return scenes
 
 
-def scenes_of(ranks: int, folder: Path) -> dict[str, Any]:
+def scenes_of(folder: Path) -> dict[str, Any]:
+    ranks = dist.get_world_size()
+    for together in (2, ranks):
+        ulysses.group_of(together)
     few = {"order": order(), "imbalance": imbalance(2), "published": published(settings(2, 3, trainer=of_row(2)))}
     return few | of_starts(ranks) | of_steps(ranks) | of_checkpoints(ranks, folder)
 
 
-def main(folder: Path) -> None:
-    start_ranks("cpu")
-    torch.set_num_threads(1)
-    for ranks in (2, dist.get_world_size()):
-        ulysses.group_of(ranks)
-    with tolerance.smooth_adam():
-        actual = {name: worst(scene) for name, scene in scenes_of(dist.get_world_size(), folder).items()}
-    if dist.get_rank() == 0:
-        torch.save(actual, folder / "found.pt")
-        print(json.dumps(sorted(actual)))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    main(Path(sys.argv[1]))
+    expert_ranks.main(scenes_of)
