@@ -244,8 +244,9 @@ async def test_a_stop_drops_nothing_under_a_step_that_a_trainer_makes(bus: Bus, 
     assert (await Ledger(bus).status()).step == 2
 
 
+@pytest.mark.parametrize("is_late", [False, True], ids=["before-the-stop", "while-it-ends"])
 async def test_a_stop_waits_for_a_trainer_that_is_silent_and_has_not_left(
-    bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_late: bool
 ) -> None:
     monkeypatch.setattr(heartbeats, "MISSED_HEARTBEATS", 3)
     run = settings(tmp_path, steps=50, bus={"drain_s": PATIENCE_S})
@@ -253,13 +254,14 @@ async def test_a_stop_waits_for_a_trainer_that_is_silent_and_has_not_left(
     presence = Presence(bus, "trainer", "trainer-0", 0.1, working)
     beating = asyncio.create_task(presence.run(stop))
     async with running(make(bus, run)) as parts, replicas(bus):
-        trainer = await Trainer(bus).start()
+        trainer = await Trainer(bus).start("trainer-0")
         await trainer.step()
+        if not is_late:
+            await _end_silently(bus, beating)
         await Ledger(bus).transition(RunState.STOPPED, "enough", [RunState.RUNNING])
         await until(lambda: _does(parts, "ending: waiting for the trainer"))
-        beating.cancel()  # as a process that gets no processor
-        await asyncio.gather(beating, return_exceptions=True)
-        await until(lambda: _nobody(bus))
+        if is_late:
+            await _end_silently(bus, beating)
         await asyncio.sleep(0.5)
         assert await trainer.step() == 2
         working.state = "waiting"
@@ -268,6 +270,13 @@ async def test_a_stop_waits_for_a_trainer_that_is_silent_and_has_not_left(
     stop.set()
     await beating
     assert (await Ledger(bus).status()).step == 2
+
+
+async def _end_silently(bus: Bus, beating: "asyncio.Task[None]") -> None:
+    """As of a process that gets no processor, or whose bus takes no writes."""
+    beating.cancel()
+    await asyncio.gather(beating, return_exceptions=True)
+    await until(lambda: _nobody(bus))
 
 
 async def _nobody(bus: Bus) -> bool:

@@ -94,8 +94,8 @@ class Trainer:
         self.groups = groups
         self.epoch = 0
 
-    async def start(self) -> "Trainer":
-        self.epoch = await self.ledger.take_epoch()
+    async def start(self, replica: str = "") -> "Trainer":
+        self.epoch = await self.ledger.take_epoch(replica)
         if (await self.ledger.status()).newest_version is None:
             await self.ledger.commit(self.epoch, record(0, None, 0), [], None)
         return self

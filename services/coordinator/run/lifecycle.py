@@ -288,8 +288,8 @@ class Lifecycle:
         """Wait for the trainer's heartbeat after the last commit: up to ``bus.drain_s``, or as long as it makes a step, whose
         groups would be dropped under it, or writes the policy. One that is silent and has not left may be in a step, too.
         """
-        seen: set[str] = set()
-        committed_at_s = (await self._ledger.status()).last_commit_s or 0.0
+        status = await self._ledger.status()
+        seen, committed_at_s = set(filter(None, (status.trainer,))), status.last_commit_s or 0.0
         until_s = time.monotonic() + max(_LONGEST_S, self._settings.bus.drain_s)
         drained_s = time.monotonic() + self._settings.bus.drain_s
         while time.monotonic() < until_s and await self._can_close(state):

@@ -76,7 +76,7 @@ class Driver:
         self._bus = context.bus
         self._ledger = Ledger(context.bus)
         self._live = context.live
-        self._branch = Branch(context.bus)
+        self._branch = Branch(context.bus, context.replica)
         self._intake = Intake(context.bus, context.live, self._branch.steps)
         self._exporter = Exporter(context.bus, context.settings)
         self._retention = Retention(context.settings, context.bus, lambda: self._exporter.reading)

@@ -98,6 +98,8 @@ class RunStatus:
     tip: PolicyVersion | None = None
     """Parent of the next version: the newest, or a rollback's target."""
     trainer_epoch: int = 0
+    trainer: str = ""
+    """Replica that took the epoch last."""
     first_admission_s: float | None = None
     last_commit_s: float | None = None
     paused_s: float = 0.0
@@ -317,9 +319,9 @@ class Ledger(Policies):
 
     # ---------------------------------------------------------------- trainer
 
-    async def take_epoch(self) -> int:
-        """Become the run's only trainer: older ones' commits are refused."""
-        return int(await self._bus.script("take_epoch"))
+    async def take_epoch(self, replica: str = "") -> int:
+        """Become, as ``replica``, the run's only trainer: older ones' commits are refused."""
+        return int(await self._bus.script("take_epoch", replica=replica))
 
     async def epochs(self) -> tuple[int, int]:
         """Return the epochs of the trainer and of the newest rollback (0: none)."""
