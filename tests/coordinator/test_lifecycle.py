@@ -13,7 +13,6 @@ from penstock.shared.bus import streams
 from penstock.shared.bus.bus import Bus
 from penstock.shared.bus.messages import Event, Experience, PolicyVersion, Prompt
 from penstock.shared.bus.stores.policy.ledger import Ledger, RunState
-from penstock.shared.bus.stores.replicas import heartbeats
 from penstock.shared.process.telemetry import Presence, Status
 from tests.conftest import PATIENCE_S, until
 from tests.support import builders
@@ -244,43 +243,18 @@ async def test_a_stop_drops_nothing_under_a_step_that_a_trainer_makes(bus: Bus, 
     assert (await Ledger(bus).status()).step == 2
 
 
-@pytest.mark.parametrize("is_late", [False, True], ids=["before-the-stop", "while-it-ends"])
-async def test_a_stop_waits_for_a_trainer_that_is_silent_and_has_not_left(
-    bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_late: bool
-) -> None:
-    monkeypatch.setattr(heartbeats, "MISSED_HEARTBEATS", 3)
+async def test_a_stop_waits_for_a_noted_batch_of_a_trainer_that_is_silent(bus: Bus, tmp_path: Path) -> None:
     run = settings(tmp_path, steps=50, bus={"drain_s": PATIENCE_S})
-    working, stop = Status(state="working"), asyncio.Event()
-    presence = Presence(bus, "trainer", "trainer-0", 0.1, working)
-    beating = asyncio.create_task(presence.run(stop))
     async with running(make(bus, run)) as parts, replicas(bus):
-        trainer = await Trainer(bus).start("trainer-0")
+        trainer = await Trainer(bus).start()  # without heartbeats, as after a failover that refused them
         await trainer.step()
-        if not is_late:
-            await _end_silently(bus, beating)
+        batch = await trainer.take()
         await Ledger(bus).transition(RunState.STOPPED, "enough", [RunState.RUNNING])
         await until(lambda: _does(parts, "ending: waiting for the trainer"))
-        if is_late:
-            await _end_silently(bus, beating)
         await asyncio.sleep(0.5)
-        assert await trainer.step() == 2
-        working.state = "waiting"
-        beating = asyncio.create_task(presence.run(stop))
+        assert await trainer.step(batch) == 2
         await closes(parts)
-    stop.set()
-    await beating
     assert (await Ledger(bus).status()).step == 2
-
-
-async def _end_silently(bus: Bus, beating: "asyncio.Task[None]") -> None:
-    """As of a process that gets no processor, or whose bus takes no writes."""
-    beating.cancel()
-    await asyncio.gather(beating, return_exceptions=True)
-    await until(lambda: _nobody(bus))
-
-
-async def _nobody(bus: Bus) -> bool:
-    return not [beat for beat in await heartbeats.heartbeats(bus) if beat.service == "trainer"]
 
 
 async def test_a_rollback_that_is_accepted_while_the_run_ends_keeps_it_from_ending(bus: Bus, tmp_path: Path) -> None:

@@ -94,20 +94,26 @@ class Trainer:
         self.groups = groups
         self.epoch = 0
 
-    async def start(self, replica: str = "") -> "Trainer":
-        self.epoch = await self.ledger.take_epoch(replica)
+    async def start(self) -> "Trainer":
+        self.epoch = await self.ledger.take_epoch()
         if (await self.ledger.status()).newest_version is None:
             await self.ledger.commit(self.epoch, record(0, None, 0), [], None)
         return self
 
-    async def step(self, **metrics: float) -> int:
-        """Take a batch, commit it with ``metrics`` in the report, and return the step."""
+    async def take(self) -> list[Any]:
+        """Take and note a batch."""
         batch: list[Any] = []
         async with asyncio.timeout(PATIENCE_S):
             while len(batch) < self.groups:
                 batch += await self.bus.read(
                     streams.EXPERIENCE, Experience, "trainer", self.groups - len(batch), block_s=0.05
                 )
+        await self.ledger.note_batch([delivery.entry_id for delivery in batch])
+        return batch
+
+    async def step(self, batch: list[Any] | None = None, **metrics: float) -> int:
+        """Commit ``batch``, or one that is taken now, with ``metrics`` in the report, and return the step."""
+        batch = batch or await self.take()
         status = await self.ledger.status()
         assert status.newest_version is not None
         step, version = status.step + 1, status.newest_version + 1

@@ -142,7 +142,7 @@ def opening(bus: Bus, folder: Path, reward: str = "") -> Opening:
     of = Settings.model_validate({"run": run, "algorithm": {"loss": "code_under_test:loss"}, "reward": scorers})
     cordon, secret = Cordon(bus, "trainer-0", lambda: None), RunSecret(bus)
     context = Context(of, "trainer", "trainer-0", bus, Status(), asyncio.Event(), Live(bus, of), cordon, secret)
-    return Opening(context, Branch(bus, "trainer-0"), Retention(of, bus))
+    return Opening(context, Branch(bus), Retention(of, bus))
 
 
 async def events(bus: Bus) -> list[str]:

@@ -31,7 +31,7 @@ from penstock.services.coordinator.records.report import write_report
 from penstock.shared.bus import streams
 from penstock.shared.bus.bus import Bus
 from penstock.shared.bus.stores.policy.ledger import CANNOT_CONTINUE, ENDED, Ledger, RunState, RunStatus, read_status
-from penstock.shared.bus.stores.replicas.heartbeats import heartbeats, left
+from penstock.shared.bus.stores.replicas.heartbeats import heartbeats
 from penstock.shared.bus.stores.run.functions import read_functions
 from penstock.shared.errors import BusFull
 from penstock.shared.files.durable import write_whole
@@ -286,18 +286,15 @@ class Lifecycle:
 
     async def _wait_for_trainer(self, state: RunState) -> None:
         """Wait for the trainer's heartbeat after the last commit: up to ``bus.drain_s``, or as long as it makes a step, whose
-        groups would be dropped under it, or writes the policy. One that is silent and has not left may be in a step, too.
+        groups would be dropped under it, or writes the policy. After a stop it begins none that it has not noted.
         """
-        status = await self._ledger.status()
-        seen, committed_at_s = set(filter(None, (status.trainer,))), status.last_commit_s or 0.0
+        committed_at_s = (await self._ledger.status()).last_commit_s or 0.0
         until_s = time.monotonic() + max(_LONGEST_S, self._settings.bus.drain_s)
         drained_s = time.monotonic() + self._settings.bus.drain_s
         while time.monotonic() < until_s and await self._can_close(state):
             beats = [beat for beat in await heartbeats(self._bus) if beat.service == "trainer"]
-            seen |= {beat.replica for beat in beats}
-            silent = seen - {beat.replica for beat in beats}
-            silent -= await left(self._bus, sorted(silent))
-            if not silent and all(beat.state != "working" and beat.seen_at_s > committed_at_s for beat in beats):
+            told = all(beat.state != "working" and beat.seen_at_s > committed_at_s for beat in beats)
+            if told and not await self._ledger.is_in_step():
                 return
             if time.monotonic() > drained_s and not any(beat.state == "working" for beat in beats):
                 return

@@ -18,9 +18,8 @@ from penstock.shared.errors import Fenced
 class Branch:
     """End of the history, to which this trainer adds; on the event loop."""
 
-    def __init__(self, bus: Bus, replica: str) -> None:
+    def __init__(self, bus: Bus) -> None:
         self._ledger = Ledger(bus)
-        self._replica = replica
         self._epoch = 0
         self.newest: PolicyVersion | None = None
         """Of any branch; determines the next number."""
@@ -31,7 +30,7 @@ class Branch:
 
     async def take_epoch(self) -> None:
         """Fence off earlier trainers, and this one's state from before a rollback."""
-        self._epoch = await self._ledger.take_epoch(self._replica)
+        self._epoch = await self._ledger.take_epoch()
 
     async def follow(self, status: RunStatus) -> None:
         """Take the branch's state from ``status``."""

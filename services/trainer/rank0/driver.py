@@ -76,7 +76,7 @@ class Driver:
         self._bus = context.bus
         self._ledger = Ledger(context.bus)
         self._live = context.live
-        self._branch = Branch(context.bus, context.replica)
+        self._branch = Branch(context.bus)
         self._intake = Intake(context.bus, context.live, self._branch.steps)
         self._exporter = Exporter(context.bus, context.settings)
         self._retention = Retention(context.settings, context.bus, lambda: self._exporter.reading)
@@ -289,10 +289,15 @@ class Driver:
             return
         groups = tuple(taken.experience for taken in batch)
         contexts = tuple(tokens for taken in batch for tokens in taken.contexts)
-        self._context.status.state = "working"
         # Both at once, and after the wait: the journal names the revision that the step was made with.
         learning_rate, self._branch.revision = self._live.settings.trainer.learning_rate, self._live.revision
         await self._intake.note_batch(batch)
+        if (
+            await self._ledger.status()
+        ).state in ENDED:  # after the note, as the coordinator reads that after the state
+            await self._decline()
+            return
+        self._context.status.state = "working"
         self._mailbox.command(
             Command(
                 CommandKind.TRAIN,
@@ -319,6 +324,7 @@ class Driver:
         self._skipped = 0
         if not await self._commit(batch, result, figures):
             log.info("step skipped: the run was rolled back", extra={"step": self._step + 1})
+            await self._intake.note_batch([])
             await self._leave()
             return
         trainer, steps = self._settings.trainer, self._settings.run.steps
@@ -327,6 +333,13 @@ class Driver:
         if self._step == steps:
             await self._checkpoints.written()
             await self._export()
+
+    async def _decline(self) -> None:
+        """Leave the noted batch to the coordinator, which drops what an ended run has left."""
+        await self._intake.note_batch([])
+        assert self._filling is not None
+        await self._forget_experience(self._filling)
+        await self._or_stop(asyncio.sleep(TURN_S))
 
     async def _held_out(self) -> tuple[bytes, ...]:
         """Return the demonstrations to evaluate with the next step: with the first, the last and every ``every_steps``."""

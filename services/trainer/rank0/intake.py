@@ -132,6 +132,7 @@ class Intake:
     async def _fill(self) -> None:
         suspects = await self._ledger.noted_batch()
         await self._retake(suspects)
+        await self.note_batch([])
         self._retaken.set()
         looked_s = time.monotonic()
         while True:

@@ -1,8 +1,7 @@
 #!lua flags=allow-oom
 -- Take the next epoch, for a trainer that looks for payloads in `payloads` (`hand_over`).
 -- KEYS: run
--- ARGV: replica
 -- Returns the epoch.
 local epoch = redis.call('HINCRBY', run, 'trainer_epoch', 1)
-redis.call('HSET', run, 'payloads_epoch', epoch, 'trainer', replica)
+redis.call('HSET', run, 'payloads_epoch', epoch)
 return epoch

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from penstock.services.client.views import READY_STATES
+from penstock.services.coordinator.run.lifecycle import drain
 from penstock.services.trainer.algorithm import update
 from penstock.services.trainer.checkpoint import local_store
 from penstock.services.trainer.checkpoint.commits import read_commits
@@ -30,7 +31,7 @@ from penstock.services.trainer.rank0.retention import Retention
 from penstock.shared.bus.bus import Bus
 from penstock.shared.bus.messages import Experience, GroupId, PolicyRecord, StepReport
 from penstock.shared.bus.stores.policy.ledger import RunState
-from penstock.shared.bus.streams import STEPS
+from penstock.shared.bus.streams import EXPERIENCE, STEPS
 from penstock.shared.errors import Fenced, SettingsError
 from penstock.shared.process.service import readiness
 from penstock.shared.process.telemetry import Status
@@ -391,6 +392,24 @@ async def test_weights_of_a_step_that_a_rollback_refused_are_not_saved_by_a_stop
     assert list(driven.root.rglob("*")) == []
 
 
+async def test_after_a_stop_no_step_begins_and_the_batch_is_left_to_the_coordinator(bus: Bus, tmp_path: Path) -> None:
+    async with after_a_step(bus, tmp_path) as (driven, both):
+        await driven.ledger.transition(RunState.STOPPED, "enough", [RunState.RUNNING])
+        await driven.feed(batch(1))
+        await until(lambda: _has_taken_all(bus))
+        await asyncio.sleep(0.5)
+        assert await drain(bus) == GROUPS
+        await until(lambda: driven.driver._intake._held == {})
+        driven.stop.set()
+        assert list(await both) == [None, None]
+    assert await driven.step() == 1
+    assert await driven.ledger.noted_batch() == frozenset()
+
+
+async def _has_taken_all(bus: Bus) -> bool:
+    return len(await bus.pending(EXPERIENCE, "trainer", 2 * GROUPS)) == GROUPS
+
+
 class Scripted:
     def __init__(self, driven: Driven, results: dict[CommandKind, Result] | None = None) -> None:
         self._driven = driven
@@ -656,9 +675,10 @@ async def test_training_that_fails_ends_the_driver_in_order_and_the_batch_stays_
         raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
 
     driven, trained = await created(bus, tmp_path)
+    groups = batch(0)  # a policy makes them
     monkeypatch.setattr(Policy, "forward", broken)
     async with driven.running(lambda: driven.train(trained.engine)) as both:
-        await driven.feed(batch(0))
+        await driven.feed(groups)
         of_driver, of_training = await both
     assert of_driver is of_training
     assert str(of_driver) == "mat1 and mat2 shapes cannot be multiplied"

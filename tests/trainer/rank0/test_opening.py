@@ -35,7 +35,7 @@ class Opened:
         context = Context(
             self.of, "trainer", "trainer-0", bus, Status(), asyncio.Event(), Live(bus, self.of), cordon, RunSecret(bus)
         )
-        self.opening = Opening(context, Branch(bus, "trainer-0"), Retention(self.of, bus))
+        self.opening = Opening(context, Branch(bus), Retention(self.of, bus))
 
 
 async def test_a_new_run_has_no_commands_and_its_epoch_is_taken(bus: Bus, tmp_path: Path) -> None:

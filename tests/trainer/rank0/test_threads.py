@@ -98,7 +98,7 @@ async def test_objects_of_the_event_loop_are_called_there_alone_and_objects_of_t
 
 
 async def test_a_call_from_another_thread_is_seen(bus: Bus, calls: Calls) -> None:
-    branch = Branch(bus, "trainer-0")
+    branch = Branch(bus)
     other: list[int] = []
 
     def call() -> None:

@@ -98,8 +98,6 @@ class RunStatus:
     tip: PolicyVersion | None = None
     """Parent of the next version: the newest, or a rollback's target."""
     trainer_epoch: int = 0
-    trainer: str = ""
-    """Replica that took the epoch last."""
     first_admission_s: float | None = None
     last_commit_s: float | None = None
     paused_s: float = 0.0
@@ -319,9 +317,9 @@ class Ledger(Policies):
 
     # ---------------------------------------------------------------- trainer
 
-    async def take_epoch(self, replica: str = "") -> int:
-        """Become, as ``replica``, the run's only trainer: older ones' commits are refused."""
-        return int(await self._bus.script("take_epoch", replica=replica))
+    async def take_epoch(self) -> int:
+        """Become the run's only trainer: older ones' commits are refused."""
+        return int(await self._bus.script("take_epoch"))
 
     async def epochs(self) -> tuple[int, int]:
         """Return the epochs of the trainer and of the newest rollback (0: none)."""
@@ -335,6 +333,11 @@ class Ledger(Policies):
     async def noted_batch(self) -> frozenset[str]:
         """Return the previous trainer process's last batch."""
         return frozenset((await self._bus.get(TRYING) or b"").decode().split())
+
+    async def is_in_step(self) -> bool:
+        """Whether the noted batch is not committed yet, nor dropped."""
+        noted = await self.noted_batch()
+        return bool(noted and await self._bus.ask("XRANGE", streams.EXPERIENCE, min(noted), min(noted)))
 
     async def restore(
         self,
