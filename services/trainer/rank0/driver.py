@@ -336,6 +336,7 @@ class Driver:
 
     async def _decline(self) -> None:
         """Leave the noted batch to the coordinator, which drops what an ended run has left."""
+        self._context.status.state = "waiting"
         await self._intake.note_batch([])
         assert self._filling is not None
         await self._forget_experience(self._filling)
