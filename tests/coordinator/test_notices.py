@@ -21,7 +21,7 @@ from penstock.services.up.display import screen, view
 from penstock.services.up.display.screen import PlainDisplay
 from penstock.shared.bus.bus import Bus
 from penstock.shared.bus.stores.policy.ledger import Ledger, RunState, RunStatus, read_status
-from penstock.shared.bus.stores.policy.rollback import ON_REQUEST, ROLLING_BACK
+from penstock.shared.bus.stores.policy.rollback import ON_REQUEST, ROLLED_BACK, ROLLING_BACK
 from penstock.shared.bus.stores.replicas.heartbeats import SERVICE, Heartbeat, PartFailure, beat_once, note_left
 from tests.support.coordinator_players import make, settings
 from tests.support.raw_redis import raw
@@ -66,6 +66,7 @@ def test_why_a_run_is_paused_comes_first_and_the_guard_that_did_it_is_not_said_t
         (f"{ON_REQUEST}: maintenance", "paused on request: maintenance; `penstock resume` continues"),
         (f"{ROLLING_BACK} 3: reward fell", "paused: rolling back to version 3: reward fell"),
         (
+            f"{ROLLED_BACK} 3, as version 9",
             "paused: rolled back to version 3, as version 9; `penstock resume` continues",
         ),
     ):

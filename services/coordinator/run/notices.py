@@ -8,7 +8,7 @@ from penstock.services.coordinator.evaluation.results import Evaluation
 from penstock.services.coordinator.schemas.run import GuardView, NoticeView
 from penstock.shared.bus.messages import StepReport
 from penstock.shared.bus.stores.policy.ledger import ENDED, RunState, RunStatus
-from penstock.shared.bus.stores.policy.rollback import ON_REQUEST, ROLLING_BACK
+from penstock.shared.bus.stores.policy.rollback import ON_REQUEST, ROLLED_BACK, ROLLING_BACK
 from penstock.shared.bus.stores.replicas.heartbeats import Heartbeat, PartFailure
 from penstock.shared.bus.stores.run.functions import Change
 
@@ -80,10 +80,10 @@ def dead_letters(count: int, newest: str, status: RunStatus) -> list[NoticeView]
 def _state(status: RunStatus) -> list[NoticeView]:
     notices = []
     if status.state is RunState.PAUSED and status.reason:
-        is_asked, goes_back = map(status.reason.startswith, (ON_REQUEST, ROLLING_BACK))
+        is_asked, goes_back, is_back = map(status.reason.startswith, (ON_REQUEST, ROLLING_BACK, ROLLED_BACK))
         how = "" if goes_back else "; `penstock resume` continues"
         text = f"paused{'' if is_asked else ':'} {status.reason}{how}"
-        notices.append(notice("paused", "info" if is_asked or goes_back else "error", text))
+        notices.append(notice("paused", "info" if is_asked or goes_back or is_back else "error", text))
     if status.rewound.steps:
         total = f"{status.rewound.steps} steps and {status.rewound.groups} groups in all"
         notices.append(notice("bus rewound", "warning", f"{status.rewound.detail} ({total})"))
