@@ -206,7 +206,8 @@ class Fleet:
         for _ in range(seconds):
             self.now_s += 1.0
             for name in beating if takes_writes else ():
-                await beat_once(self.bus, dataclasses.replace(beat(name), seen_at_s=self.now_s), 60.0)
+                at_s = dataclasses.replace(beat(name), service=name.partition("-")[0], seen_at_s=self.now_s)
+                await beat_once(self.bus, at_s, 60.0)
             await self.replicas.read()
         return {last.replica: silent_s for last, silent_s in self.replicas.silent()}
 

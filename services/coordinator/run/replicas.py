@@ -43,8 +43,9 @@ class Replicas:
         return beats
 
     def bus_refuses_s(self) -> float | None:
-        """Return the time since the bus took a heartbeat, if only the coordinator's own; None if it takes them."""
-        return self._refused_s if self._refused_s >= self._silent_s else None
+        """Return the time since the bus took a heartbeat, of which a coordinator's is always one; None if it takes them."""
+        expected = any(beat.service == "coordinator" for beat, _ in self._newest.values())
+        return self._refused_s if expected and self._refused_s >= self._silent_s else None
 
     def silent(self) -> list[tuple[Heartbeat, float]]:
         """Return the last heartbeat of each replica that sends none, with the seconds since, in which the bus took others."""
