@@ -53,6 +53,11 @@ def show(command: str, items: Sequence[dict[str, Any]], *, as_json: bool) -> Non
     for item in items:
         table.add_row(*(Text(cell(item, name)) for name in COLUMNS[command]))
     console.show(table)
+    if command == "dead":
+        console.say(
+            "\n`penstock dead show STREAM ENTRY` prints one. Once its cause is removed, `penstock dead requeue STREAM ENTRY` has it "
+            "tried again; `penstock dead discard STREAM ENTRY` gives it up."
+        )
 
 
 def show_one(item: dict[str, Any], *, as_json: bool) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.services.coordinator.run import monitor
+from penstock.services.coordinator.run import monitor, replicas
 from penstock.services.trainer.checkpoint.uploader import in_thread
 from penstock.services.trainer.rank0 import retention
 from penstock.services.trainer.rank0.retention import Retention
@@ -38,7 +38,7 @@ SENTENCES = {
 def test_what_is_frozen_is_noticed_and_shown_in_time() -> None:
     shown_s = watch.POLL_S + up_run._SHOW_EVERY_S
     heartbeats_s = InternalSettings().heartbeat_s * (MISSED_HEARTBEATS + 1)
-    assert heartbeats_s + monitor._EVERY_S + monitor._KEEP_S + shown_s <= LONGEST_S, "trainer, rollout, reward"
+    assert heartbeats_s + replicas.LOOK_S + monitor._KEEP_S + shown_s <= LONGEST_S, "trainer, rollout, reward"
     assert watch.SILENT_S + shown_s <= LONGEST_S, "coordinator"
     assert supervisor.SILENT_S + supervisor._LOOK_EVERY_S <= LONGEST_S, "bus, executor"
     assert retention.SILENT_S + 2 * retention._LOOK_S + shown_s <= LONGEST_S, "object storage"

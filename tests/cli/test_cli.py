@@ -641,3 +641,10 @@ def test_an_interrupt_while_the_command_is_imported_ends_it_without_a_traceback(
     with pytest.raises(SystemExit) as ended:
         command_line()
     assert ended.value.code == 130
+
+
+def test_dead_letters_are_listed_with_what_to_do(coordinator: Coordinator, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["dead", "--url", coordinator.url]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    for word in ("show", "requeue", "discard"):
+        assert f"`penstock dead {word} STREAM ENTRY`" in shown

@@ -5,24 +5,25 @@ import io
 import re
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
+import httpx
 import pytest
 from rich.console import Console
 
-from penstock.services.client.views import Notice, RunView, StreamDepth
+from penstock.services.client.views import Notice, ReplicaView, RunView, StreamDepth
+from penstock.services.coordinator.api.app import make_app
 from penstock.services.coordinator.evaluation.results import Evaluation
-from penstock.services.coordinator.run.monitor import Monitor, is_replaced
 from penstock.services.coordinator.run.notices import compose, notice, silent
+from penstock.services.coordinator.run.replicas import Replicas, is_replaced
 from penstock.services.coordinator.schemas.run import GuardView
-from penstock.services.up.display import view
+from penstock.services.up.display import screen, view
 from penstock.services.up.display.screen import PlainDisplay
 from penstock.shared.bus.bus import Bus
-from penstock.shared.bus.stores.policy.ledger import RunState, RunStatus, read_status
-from penstock.shared.bus.stores.policy.rollback import ON_REQUEST, ROLLING_BACK
+from penstock.shared.bus.stores.policy.ledger import Ledger, RunState, RunStatus, read_status
+from penstock.shared.bus.stores.policy.rollback import ON_REQUEST, ROLLED_BACK, ROLLING_BACK
 from penstock.shared.bus.stores.replicas.heartbeats import SERVICE, Heartbeat, PartFailure, beat_once, note_left
-from penstock.shared.bus.stores.replicas.live_settings import Live
-from penstock.shared.process.telemetry import Status
-from tests.support.coordinator_players import settings
+from tests.support.coordinator_players import make, settings
 from tests.support.raw_redis import raw
 
 REASON = "guard unscored: none of the last 16 groups could be scored; the newest: scorer 'mine' unavailable: KeyError: 'limit' (mine.py:4)"
@@ -64,6 +65,10 @@ def test_why_a_run_is_paused_comes_first_and_the_guard_that_did_it_is_not_said_t
     for reason, line in (
         (f"{ON_REQUEST}: maintenance", "paused on request: maintenance; `penstock resume` continues"),
         (f"{ROLLING_BACK} 3: reward fell", "paused: rolling back to version 3: reward fell"),
+        (
+            f"{ROLLED_BACK} 3, as version 9",
+            "paused: rolled back to version 3, as version 9; `penstock resume` continues",
+        ),
     ):
         (asked,) = compose(status(RunState.PAUSED, reason), [], [], [], [])
         assert view.notice_line(Notice.model_validate(asked, from_attributes=True)) == line
@@ -152,27 +157,106 @@ def test_plain_lines_say_a_notice_whole_at_once_and_not_again_while_only_its_fig
     ]
 
 
+def test_plain_lines_come_less_and_less_often_without_a_step_and_not_without_news(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s, said_s = [1000.0], list[float]()
+    monkeypatch.setattr(screen, "time", SimpleNamespace(monotonic=lambda: now_s[0], strftime=time.strftime))
+    lines, last = PlainDisplay(), RunView(state="running", step=7)
+
+    def watch(seconds: int, answers: bool, steps: int = 0) -> list[float]:
+        nonlocal last
+        said_s.clear()
+        begun_s = now_s[0]
+        for _ in range(seconds):
+            last = last.model_copy(update={"step": last.step + steps}) if answers else last
+            lines.show(last, [])
+            if capsys.readouterr().out:
+                said_s.append(now_s[0] - begun_s)
+            now_s[0] += 1.0
+        return said_s
+
+    assert watch(300, answers=True) == [0, 10, 30, 70, 130, 190, 250]
+    assert watch(300, answers=False) == []
+    assert watch(12, answers=True, steps=1) == [0, 5, 10]
+
+
 def test_a_replica_is_silent_until_another_of_its_service_has_started_after_it() -> None:
-    told = [entry.text for entry in silent({"rollout-0": 7.4}, status(RunState.RUNNING))]
-    assert told == ["rollout-0 has sent no heartbeat for 7 s: it is frozen, has died, or does not reach the bus"]
-    assert silent({"rollout-0": 7.4}, status(RunState.FINISHED)) == []
-    (full,) = silent({"rollout-0": 7.4}, status(RunState.RUNNING), "no space left on the disk of runs/a")
-    assert full.text == "rollout-0 has sent no heartbeat for 7 s: no space left on the disk of runs/a"
     dead = dataclasses.replace(beat("reward-a"), seen_at_s=100.0)
+    (told,) = silent([(dead, 7.4)], None, status(RunState.RUNNING))
+    assert told.text == (
+        "reward-a has sent no heartbeat for 7 s: process 1 on h is frozen, has died, or does not reach the bus"
+    )
+    assert silent([(dead, 7.4)], None, status(RunState.FINISHED)) == []
     older, newer = (dataclasses.replace(beat("reward-b"), started_at_s=at_s) for at_s in (99.0, 101.0))
     other = dataclasses.replace(beat("rollout-0"), service="rollout", started_at_s=101.0)
     assert [is_replaced(dead, [each]) for each in (older, newer, other)] == [False, True, False]
 
 
-async def test_replicas_that_left_in_order_are_not_silent_and_those_that_ceased_are(bus: Bus, tmp_path: Path) -> None:
-    monitor = Monitor(bus, Live(bus, settings(tmp_path)), Status())
-    for name in ("reward-0", "reward-1", "reward-2"):
-        await beat_once(bus, beat(name), 60.0)
-    await monitor.read_beats()
+class Fleet:
+    """Replicas with heartbeats every second, on a clock of their own."""
+
+    def __init__(self, bus: Bus) -> None:
+        self.bus = bus
+        self.now_s = 0.0
+        self.replicas = Replicas(bus, 1.0, lambda: self.now_s)
+
+    async def live(self, seconds: int, *beating: str, takes_writes: bool = True) -> dict[str, float]:
+        """Return which replicas are silent after ``seconds``, and for how long."""
+        for _ in range(seconds):
+            self.now_s += 1.0
+            for name in beating if takes_writes else ():
+                at_s = dataclasses.replace(beat(name), service=name.partition("-")[0], seen_at_s=self.now_s)
+                await beat_once(self.bus, at_s, 60.0)
+            await self.replicas.read()
+        return {last.replica: silent_s for last, silent_s in self.replicas.silent()}
+
+    async def expire(self, *names: str) -> None:
+        await raw(self.bus).delete(*(self.bus.keys.of(SERVICE.of(name)) for name in names))
+
+
+async def test_replicas_that_left_in_order_are_not_silent_and_those_that_ceased_are(bus: Bus) -> None:
+    fleet = Fleet(bus)
+    assert await fleet.live(2, "coordinator-0", "reward-1", "reward-2") == {}
     await note_left(bus, "reward-1")
-    await raw(bus).delete(bus.keys.of(SERVICE.of("reward-2")))  # it has expired
-    await monitor.read_beats()
-    assert list(monitor._silent_s()) == ["reward-2"]
-    await beat_once(bus, beat("reward-2"), 60.0)
-    await monitor.read_beats()
-    assert monitor._silent_s() == {}
+    await fleet.expire("reward-2")
+    assert await fleet.live(4, "coordinator-0") == {}
+    assert await fleet.live(3, "coordinator-0") == {"reward-2": 7.0}
+    assert await fleet.live(1, "coordinator-0", "reward-2") == {}
+
+
+async def test_no_replica_is_silent_while_the_bus_takes_no_heartbeat_nor_just_after(bus: Bus) -> None:
+    fleet = Fleet(bus)
+    names = ("coordinator-0", "reward-0", "reward-1")
+    await fleet.live(2, *names)
+    await fleet.expire(*names)
+    assert await fleet.live(60, *names, takes_writes=False) == {}, "it answers, and refuses writes"
+    (told,) = silent(fleet.replicas.silent(), fleet.replicas.bus_refuses_s(), status(RunState.RUNNING))
+    assert told.text.startswith(
+        "the bus has taken no heartbeat of any replica for 60 s: it answers, but refuses writes"
+    )
+    fleet.now_s += 60.0  # it does not answer
+    assert await fleet.live(4, "coordinator-0", "reward-0") == {}
+    assert fleet.replicas.bus_refuses_s() is None
+    assert await fleet.live(3, "coordinator-0", "reward-0") == {"reward-1": 6.0}
+
+
+async def test_a_silent_replica_stays_in_the_table_until_the_run_ends(bus: Bus, tmp_path: Path) -> None:
+    await Ledger(bus).create()
+    parts = make(bus, settings(tmp_path))
+    fleet = Fleet(bus)
+    parts.monitor.replicas = fleet.replicas
+    await fleet.live(2, "coordinator-0", "reward-0")
+    await fleet.expire("reward-0")
+    await fleet.live(7, "coordinator-0")
+    transport = httpx.ASGITransport(make_app(parts.api))
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+        items = (await http.get("/v1/services")).json()["items"]
+        assert [(item["replica"], item["state"], item["pid"], item["host"]) for item in items] == [
+            ("coordinator-0", "degraded", 1, "h"),
+            ("reward-0", "silent", 1, "h"),
+        ]
+        row = view.row_of(ReplicaView.model_validate(items[1]))
+        assert (row.state, row.pid, row.note) == ("silent", 1, "no heartbeat for 7s")
+        await http.post("/v1/run/stop")
+        assert [item["replica"] for item in (await http.get("/v1/services")).json()["items"]] == ["coordinator-0"]

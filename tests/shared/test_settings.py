@@ -27,6 +27,13 @@ def test_flags_come_before_the_environment_and_that_before_the_file(tmp_path: Pa
     assert (trainer.ranks, trainer.learning_rate, trainer.warmup_steps) == (4, 2e-3, 3)
 
 
+def test_a_clusters_file_is_refused_with_the_command_that_takes_it() -> None:
+    with pytest.raises(
+        SettingsError, match=r"cluster\.toml says where runs are deployed: .* `penstock deploy RUN\.toml --on`$"
+    ):
+        load(ROOT / "config" / "cluster.toml", [], {})
+
+
 @pytest.mark.parametrize("flags", [["--evaluation.path", ""], ["--evaluation.path="], ["--evaluation.path={}"]])
 def test_an_empty_value_removes_the_held_out_set_of_the_file(flags: list[str], tmp_path: Path) -> None:
     path = write(tmp_path, '[evaluation]\npath = "heldout.jsonl"\n[data]\nsystem = "Think."\n')

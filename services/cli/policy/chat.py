@@ -66,8 +66,11 @@ def _answer(policy: Policy, asked: Asked, messages: list[dict[str, str]], text: 
             text if asked.plain else turns, max_new_tokens=asked.max_new_tokens, temperature=asked.temperature
         )
     except PenstockError as error:
-        hint = "; --plain sends the text itself" if "chat template" in str(error) and not asked.plain else ""
-        raise PenstockError(f"{error}{hint}") from error
+        if "has no chat template" not in str(error):
+            raise
+        raise PenstockError(
+            "the policy has no chat template: add --plain, which sends each line by itself as a text to complete"
+        ) from error
     messages[:] = [*turns, {"role": "assistant", "content": made.text}]
     if asked.as_json:
         console.say_json(dataclasses.asdict(made), indent=None)

@@ -18,6 +18,7 @@ from penstock.services.coordinator.evaluation.results import Evaluation, Evaluat
 from penstock.services.coordinator.records.summary import training_seconds
 from penstock.services.coordinator.run.guards import read_guards
 from penstock.services.coordinator.run.notices import changed_code, compose, dead_letters, silent, too_long
+from penstock.services.coordinator.run.replicas import LOOK_S, Replicas
 from penstock.services.coordinator.schemas.run import (
     EvaluationView,
     GuardView,
@@ -33,13 +34,12 @@ from penstock.shared.bus.encoding import wire
 from penstock.shared.bus.messages import PolicyVersion, StepReport
 from penstock.shared.bus.stores.experience.dead_letters import newest_reason
 from penstock.shared.bus.stores.policy.ledger import RunState, RunStatus
-from penstock.shared.bus.stores.replicas.heartbeats import Heartbeat, heartbeats, left
+from penstock.shared.bus.stores.replicas.heartbeats import Heartbeat
 from penstock.shared.bus.stores.replicas.live_settings import Live
 from penstock.shared.bus.stores.run.functions import Change, changes
 from penstock.shared.bus.stores.run.overview import overview
 from penstock.shared.bus.stores.run.records import newer
 from penstock.shared.errors import MessageError
-from penstock.shared.files.durable import no_space
 from penstock.shared.process.telemetry import Status
 
 STREAM_ENTRIES = Gauge("penstock_coordinator_stream_entries", "Entries in a stream of the run.", ["stream"])
@@ -78,7 +78,6 @@ REPLICAS_VERSION = Gauge("penstock_coordinator_replicas_version", "The version t
 
 SHOWN = (*streams.TRAINING_STREAMS, streams.JOURNAL)
 _KEEP_S = 0.1
-_EVERY_S = 1.0
 _HISTORY_STEPS = 60
 _EVALUATIONS = 200
 _PACE_STEPS = 20
@@ -105,9 +104,7 @@ class Monitor:
         self._live = live
         self._telling = telling
         self._standing = standing
-        self._beats: Sequence[Heartbeat] = ()
-        self._newest: dict[str, tuple[Heartbeat, float]] = {}
-        """Each replica's newest heartbeat, with when it was seen (monotonic)."""
+        self.replicas = Replicas(bus, live.settings.internal.heartbeat_s)
         self._history: deque[StepReport] = deque(maxlen=_HISTORY_STEPS)
         self._newest_report = ""
         self._dead, self._dead_reason = 0, ""
@@ -123,7 +120,7 @@ class Monitor:
         while True:
             self._set_gauges(await self.view())
             await self.read_beats()
-            await asyncio.sleep(_EVERY_S)
+            await asyncio.sleep(LOOK_S)
 
     def forget(self) -> None:
         """Invalidate the cache, including a look in progress."""
@@ -151,7 +148,7 @@ class Monitor:
         return tuple(self._history)
 
     def beats(self) -> Sequence[Heartbeat]:
-        return self._beats
+        return self.replicas.beats
 
     # ---------------------------------------------------------------- read
 
@@ -214,9 +211,9 @@ class Monitor:
                 status,
                 look.guards,
                 look.evaluations,
-                self._beats,
+                self.beats(),
                 [
-                    *silent(self._silent_s(), status, no_space(settings.run_folder)),
+                    *silent(self.replicas.silent(), self.replicas.bus_refuses_s(), status),
                     *changed_code(look.changes),
                     *dead_letters(look.dead, self._dead_reason, status),
                     *too_long(self._history, look.counts.get("dropped:too_long", 0)),
@@ -225,8 +222,8 @@ class Monitor:
             ),
             bound=advice(
                 metrics,
-                sum(beat.service == "rollout" for beat in self._beats),
-                any(beat.gpus for beat in self._beats),
+                sum(beat.service == "rollout" for beat in self.beats()),
+                any(beat.gpus for beat in self.beats()),
                 settings.gpu_sharing,
             ),
             self_tests=status.self_tests,
@@ -246,7 +243,7 @@ class Monitor:
             evaluations=list(views.values()),
             tokens_per_s=metrics.get("tokens_per_s") or 0.0,
             drawn_tokens_per_s=sum(
-                beat.values.get("tokens_per_s", 0.0) for beat in self._beats if beat.service == "rollout"
+                beat.values.get("tokens_per_s", 0.0) for beat in self.beats() if beat.service == "rollout"
             ),
             started_at_s=status.created_at_s,
             training_s=training_seconds(status, steps, time.time()),
@@ -255,11 +252,6 @@ class Monitor:
             bus=self._bus.server,
             settings_revision=self._live.revision,
         )
-
-    def _silent_s(self) -> dict[str, float]:
-        """Return the seconds since the newest heartbeat of each replica that sends none."""
-        beating = {beat.replica for beat in self._beats}
-        return {name: time.monotonic() - at_s for name, (_, at_s) in self._newest.items() if name not in beating}
 
     def _set_gauges(self, view: RunView) -> None:
         for name, depth in view.streams.items():
@@ -278,21 +270,11 @@ class Monitor:
         self._telling.values = {"step": float(view.step), "groups_in_flight": float(view.groups_in_flight)}
 
     async def read_beats(self) -> None:
-        beats = self._beats = await heartbeats(self._bus)
-        self._newest |= {beat.replica: (beat, time.monotonic()) for beat in beats}
-        gone = await left(self._bus, sorted(self._newest.keys() - {beat.replica for beat in beats}))
-        self._newest = {
-            name: seen for name, seen in self._newest.items() if name not in gone and not is_replaced(seen[0], beats)
-        }
+        beats = await self.replicas.read()
         REPLICAS_VERSION.clear()
         for beat in beats:
             if beat.version is not None:
                 REPLICAS_VERSION.labels(beat.replica).set(beat.version)
-
-
-def is_replaced(beat: Heartbeat, beats: Sequence[Heartbeat]) -> bool:
-    """Whether another replica of its service has started after its last heartbeat, as a pod in place of a dead one."""
-    return any(other.service == beat.service and other.started_at_s > beat.seen_at_s for other in beats)
 
 
 def _set_evaluations(views: Sequence[EvaluationView]) -> None:

@@ -1,14 +1,14 @@
 """Notices: sentences that every observer of a run should read. Pure functions."""
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from penstock.services.coordinator.evaluation.results import Evaluation
 from penstock.services.coordinator.schemas.run import GuardView, NoticeView
 from penstock.shared.bus.messages import StepReport
 from penstock.shared.bus.stores.policy.ledger import ENDED, RunState, RunStatus
-from penstock.shared.bus.stores.policy.rollback import ON_REQUEST, ROLLING_BACK
+from penstock.shared.bus.stores.policy.rollback import ON_REQUEST, ROLLED_BACK, ROLLING_BACK
 from penstock.shared.bus.stores.replicas.heartbeats import Heartbeat, PartFailure
 from penstock.shared.bus.stores.run.functions import Change
 
@@ -32,21 +32,24 @@ def compose(
     return sorted(notices, key=lambda entry: _ORDER[entry.level])
 
 
-def silent(silent_s: Mapping[str, float], status: RunStatus, no_space: str = "") -> list[NoticeView]:
-    """Return a notice of each process whose heartbeats have ceased, by the seconds since its last one.
-
-    ``no_space``: that the disk is full, so that the bus may refuse heartbeats.
-    """
-    why = no_space or "it is frozen, has died, or does not reach the bus"
-    if status.state in ENDED:
-        return []
+def silent(
+    replicas: Sequence[tuple[Heartbeat, float]], bus_refuses_s: float | None, status: RunStatus
+) -> list[NoticeView]:
+    """Return a notice of each replica whose heartbeats have ceased, by its last one and the seconds since, or of the bus."""
+    if bus_refuses_s is not None:
+        why = "it answers, but refuses writes: see its log"
+        return [
+            notice("bus", "error", f"the bus has taken no heartbeat of any replica for {bus_refuses_s:.0f} s: {why}")
+        ]
     return [
         notice(
-            f"{replica} is silent",
+            f"{beat.replica} is silent",
             "error",
-            f"{replica} has sent no heartbeat for {seconds:.0f} s: {why}",
+            f"{beat.replica} has sent no heartbeat for {seconds:.0f} s: process {beat.pid} on {beat.host} is frozen, has died, "
+            "or does not reach the bus",
         )
-        for replica, seconds in silent_s.items()
+        for beat, seconds in replicas
+        if status.state not in ENDED
     ]
 
 
@@ -77,10 +80,10 @@ def dead_letters(count: int, newest: str, status: RunStatus) -> list[NoticeView]
 def _state(status: RunStatus) -> list[NoticeView]:
     notices = []
     if status.state is RunState.PAUSED and status.reason:
-        is_asked, goes_back = map(status.reason.startswith, (ON_REQUEST, ROLLING_BACK))
+        is_asked, goes_back, is_back = map(status.reason.startswith, (ON_REQUEST, ROLLING_BACK, ROLLED_BACK))
         how = "" if goes_back else "; `penstock resume` continues"
         text = f"paused{'' if is_asked else ':'} {status.reason}{how}"
-        notices.append(notice("paused", "info" if is_asked or goes_back else "error", text))
+        notices.append(notice("paused", "info" if is_asked or goes_back or is_back else "error", text))
     if status.rewound.steps:
         total = f"{status.rewound.steps} steps and {status.rewound.groups} groups in all"
         notices.append(notice("bus rewound", "warning", f"{status.rewound.detail} ({total})"))

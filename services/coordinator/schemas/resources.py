@@ -57,15 +57,15 @@ class PolicyView(ResponseModel):
 
 
 class ServiceView(ResponseModel):
-    """One live replica."""
+    """One replica."""
 
     service: str
     """rollout, reward, trainer or coordinator."""
     replica: str
     state: str
-    """starting, replaying, working, waiting, degraded or stopping."""
+    """starting, replaying, working, waiting, degraded, stopping, or silent: without heartbeats, with the values of the last one."""
     activity: str
-    """What it does until it is ready; empty afterwards."""
+    """What it does until it is ready, or that it is silent; else empty."""
     activity_since_s: float
     """Unix seconds."""
     version: int | None

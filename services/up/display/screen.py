@@ -21,7 +21,7 @@ from penstock.shared.text.terminal import escaped_line
 
 _LINE_EVERY_S = 5.0
 _AGAIN_S = 60.0
-"""Seconds before a changed notice is repeated."""
+"""Seconds before a changed notice is repeated, and longest time between lines without a step."""
 _MESSAGES = 4
 _ECHO_WIDTH = 3
 """Columns left free: the terminal's `^C` at the end of a full last line would move the screen down."""
@@ -74,15 +74,17 @@ class LiveScreen:
 
 
 class PlainDisplay:
-    """Print a line periodically and on each new state, evaluation or notice.
+    """Print a line on each new state, evaluation or notice, and in between: less and less often while no step is trained.
 
-    Persistent notices are repeated.
+    Nothing is printed without news of the run. Persistent notices are repeated.
     """
 
     def __init__(self, every_s: float = _LINE_EVERY_S) -> None:
-        self._every_s = every_s
-        self._next_s = 0.0
-        self._known: tuple[str, int] | None = None
+        self._every_s = self._wait_s = every_s
+        self._line_s = 0.0
+        self._run: RunView | None = None
+        self._known = (("", 0), 0)
+        """State, evaluations and step of the last line."""
         self._said: dict[str, tuple[str, float]] = {}
         """Text and time (monotonic) of each printed notice, by subject and level."""
 
@@ -95,13 +97,15 @@ class PlainDisplay:
         pass
 
     def show(self, run: RunView | None, rows: Sequence[view.ViewRow]) -> None:
-        if run is None:
+        if run is None or run is self._run:
             return
+        self._run = run
         self._say_notices(run.notices)
-        known = (run.state, len(run.evaluations))
-        if known == self._known and time.monotonic() < self._next_s:
+        now_s, known = time.monotonic(), ((run.state, len(run.evaluations)), run.step)
+        wait_s = self._wait_s if known == self._known else self._every_s
+        if known[0] == self._known[0] and now_s < self._line_s + wait_s:
             return
-        self._known, self._next_s = known, time.monotonic() + self._every_s
+        self._known, self._line_s, self._wait_s = known, now_s, min(2 * wait_s, _AGAIN_S)
         self.tell(view.line(run, rows))
 
     def _say_notices(self, notices: Sequence[Notice]) -> None:

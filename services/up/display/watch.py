@@ -38,7 +38,7 @@ class Watch:
         self._started_at_s = time.time()
         self._last_event = (0, 0)
         self._coordinator: AsyncCoordinator | None = None
-        self._is_silent = False
+        self._told_silent_s = 0.0
         self._unable = ""
         """Why the coordinator cannot answer, as it says; or empty."""
 
@@ -65,16 +65,16 @@ class Watch:
             by_name = {replica.replica: replica for replica in replicas}
             self.seen = RunSnapshot(run, by_name, time.time(), coordinator.url)
             self._told = ""
-            if self._is_silent:
-                self._is_silent = False
+            if self._told_silent_s:
+                self._told_silent_s = 0.0
                 self._tell("the coordinator answers again")
             return True
 
     def look_for_silence(self) -> None:
-        """Report once that a coordinator which has answered does not any more."""
+        """Report, again after twice the time, that a coordinator which has answered does not any more."""
         silent_s = time.time() - self.seen.at_s
-        if self.seen.run is not None and silent_s > SILENT_S and not (self._is_silent or self._told):
-            self._is_silent = True
+        if self.seen.run is not None and silent_s > max(SILENT_S, 2 * self._told_silent_s) and not self._told:
+            self._told_silent_s = silent_s
             frozen = "it is frozen, has died, or is short of processor time; groups in flight are trained meanwhile"
             why = no_space(self._run_folder) or self._unable or frozen
             self._tell(f"the coordinator has not answered for {silent_s:.0f} s: {why}")

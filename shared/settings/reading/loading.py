@@ -96,6 +96,10 @@ def override(settings: Settings, changes: Mapping[str, object]) -> Settings:
 
 
 def _validated(values: dict[str, Any], name: str, sources: Mapping[str, str] = MappingProxyType({})) -> Settings:
+    if "namespace" in values:
+        raise SettingsError(
+            f"{name} says where runs are deployed: give a run's settings here, and this file to `penstock deploy RUN.toml --on`"
+        )
     _check_values(values, "", name)
     try:
         return Settings.model_validate(values)

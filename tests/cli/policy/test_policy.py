@@ -75,8 +75,7 @@ def test_a_conversation_is_read_by_lines_and_a_refused_one_ends_nothing(
 @pytest.mark.parametrize(
     ("words", "code", "sentence"),
     [
-        (["chat", "RUN", "--version", "0", "--ask", "hi"], 1, "no chat template, but found messages"),
-        (["chat", "RUN", "--version", "0", "--ask", "hi"], 1, "; --plain sends the text itself"),
+        (["chat", "RUN", "--version", "0", "--ask", "hi"], 1, "chat: the policy has no chat template: add --plain,"),
         (["chat", "RUN", "--version", "x", "--ask", "hi"], 2, "expected a version's number or latest, found 'x'"),
         (["chat", "RUN", "--ask", "hi"], 1, "has no snapshot and no checkpoint"),
         (["chat", "nowhere", "--ask", "hi"], 2, "no run's folder or settings file at nowhere"),

@@ -27,6 +27,7 @@ from penstock.shared.bus.messages import MemoryReport, MemorySample, PolicyVersi
 from penstock.shared.bus.stores.policy.exports import Exports
 from penstock.shared.bus.stores.policy.ledger import Ledger, RunState
 from penstock.shared.bus.stores.replicas.cordon import Word, cordons
+from penstock.shared.bus.stores.replicas.heartbeats import Heartbeat
 from penstock.shared.peers import tickets
 from penstock.shared.process.telemetry import Presence, Status, tell
 from tests.conftest import PATIENCE_S, until
@@ -234,6 +235,15 @@ async def test_it_shows_the_run_as_it_goes_on_and_text_of_the_run_stays_text(
             assert await page.locator("dialog").count() == 0  # no token is needed
     leave.set()
     await beating
+
+
+async def test_a_silent_replica_says_for_how_long_in_place_of_its_version(
+    parts: Coordinator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    last = Heartbeat("rollout", "rollout-0", "working", PolicyVersion(0), "h", 1, "h:1", 0.0, 0.0, 0, "", {})
+    monkeypatch.setattr(parts.monitor.replicas, "silent", lambda: [(last, 90.0)])
+    async with served(parts, tmp_path, Access()) as url, opened(url) as page:
+        await shows(page, ".replica", "no heartbeat for 1 min 3")
 
 
 async def test_a_pause_asks_for_a_token_that_may_operate_and_for_a_reason(

@@ -72,7 +72,7 @@ function replica(one, look) {
   return el("button", { type: "button", class: "plain replica", title: `${one.replica}: ${said}`, "data-key": `replica-${one.replica}`, onclick: () => look(one) },
     el("span", { class: lamp, role: "img", "aria-label": said }),
     el("span", {}, one.replica),
-    el("span", { class: "soft" }, !one.healthy && one.last_error ? one.last_error.slice(0, 40) : one.version === null ? doing(one) : `v${one.version}${behind}`));
+    el("span", { class: "soft" }, !one.healthy && one.last_error ? one.last_error.slice(0, 40) : one.activity || one.version === null ? doing(one) : `v${one.version}${behind}`));
 }
 
 /** What a replica does until it is ready, and for how long. */

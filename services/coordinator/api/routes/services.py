@@ -1,6 +1,7 @@
 """Replicas and dead letters over HTTP."""
 
 import dataclasses
+import time
 from typing import Annotated
 
 from fastapi import APIRouter, Path, Query, Response
@@ -28,6 +29,7 @@ from penstock.shared.bus.stores.experience.dead_letters import (
     DeadLetter,
     DeadLetterSource,
 )
+from penstock.shared.bus.stores.policy.ledger import ENDED
 from penstock.shared.bus.stores.replicas.cordon import Word, cordons, tell_replica, uncordon
 from penstock.shared.bus.stores.replicas.heartbeats import Heartbeat, heartbeats
 from penstock.shared.process.telemetry import tell
@@ -43,7 +45,7 @@ _READY = ("working", "waiting")
 def service_routes(parts: Parts) -> APIRouter:
     router = APIRouter(prefix="/v1/services", tags=["services"])
 
-    @router.get("", operation_id="listServices", summary="Every live replica, by name")
+    @router.get("", operation_id="listServices", summary="Every live or silent replica, by name")
     async def services(cursor: After = None, limit: Limit = 100) -> Page[ServiceView]:
         matching = [view for view in await soon(_services(parts)) if cursor is None or view.replica > cursor]
         return page_of(matching, limit, lambda view: view.replica)
@@ -77,9 +79,15 @@ def service_routes(parts: Parts) -> APIRouter:
 
 
 async def _services(parts: Parts) -> list[ServiceView]:
+    """Return live replicas, and silent ones of a run that has not ended."""
     beats, told = await heartbeats(parts.bus), await cordons(parts.bus)
-    head = (await parts.ledger.status()).head
-    return [_service(beat, told.get(beat.replica), head) for beat in beats]
+    status = await parts.ledger.status()
+    views = {beat.replica: _service(beat, told.get(beat.replica), status.head) for beat in beats}
+    for beat, silent_s in () if status.state in ENDED else parts.monitor.replicas.silent():
+        since_s = time.time() - silent_s
+        last = dataclasses.replace(beat, state="silent", activity="no heartbeat for", activity_since_s=since_s)
+        views.setdefault(beat.replica, _service(last, told.get(beat.replica), status.head))
+    return [views[replica] for replica in sorted(views)]
 
 
 def _service(beat: Heartbeat, word: Word | None, head: int | None) -> ServiceView:
