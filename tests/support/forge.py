@@ -46,7 +46,12 @@ SERVICES = (
     "rollout.service", "trainer.rank0.artifacts", "trainer.service", "trainer.training", "up.leftovers", "up.run",
 )  # fmt: skip
 """A fifth of a short run's processor time is the import of these."""
-VLLM = ("vllm.v1.engine.async_llm", "vllm.v1.engine.core", "vllm.v1.worker.cpu_worker")
+VLLM = (
+    "vllm.v1.engine.async_llm", "vllm.v1.engine.core", "vllm.v1.worker.cpu_worker", "vllm.entrypoints.llm",
+    "vllm.model_executor.layers.quantization.online.base", "penstock.services.rollout.engines.vllm.routing.extension",
+)  # fmt: skip
+VLLM_BLOCKS = 256
+"""Of an engine's cache, as num_gpu_blocks_override: to clear a GiB, the least of VLLM_CPU_KVCACHE_SPACE, takes 0.6 s."""
 UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 """A distributed_executor_backend: the model in its engine's process, as on a GPU. vLLM ignores "uni" on a CPU."""
 _MESSAGE_BYTES = 1 << 18
