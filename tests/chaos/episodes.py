@@ -51,8 +51,9 @@ def flags(folder: Path, *, hostile: bool = False) -> Mapping[str, object]:
         "episodes.replicas": 2,
         "episodes.max_episodes": _AT_A_TIME,
         "rollout.replicas": 2,
+        "algorithm.groups_per_step": 8 if hostile else 4,
         "evaluation.path": folder / "problems.jsonl",
-        "evaluation.every_steps": 20,
+        "evaluation.every_steps": 10,
     }
 
 

@@ -40,8 +40,6 @@ log = logging.getLogger(__name__)
 
 _FIRST_STEPS, _LAST_STEPS, _LEAST_STEPS = 20, 40, 150
 """The mean reward of a step varies by 0.14, the difference of these means by 0.04; after 150 steps it is about 0.15."""
-_LEAST_WITH_EPISODES = 80
-"""There it varies by 0.06, and the difference by 0.02; after 80 steps it is about 0.1."""
 _LEASE_S = 4.0
 """Longer than a lease."""
 _CLAIM_S = 3.0
@@ -333,8 +331,7 @@ async def storm(
             await raging.rage(seconds=seconds, rounds=rounds)
             raged_s = time.monotonic() - started_s
             await run.more_steps(bus, 2)
-            least = _LEAST_WITH_EPISODES if with_episodes else _LEAST_STEPS
-            while (await Ledger(bus).status()).step < least:  # a busy machine makes few in a storm
+            while not with_episodes and (await Ledger(bus).status()).step < _LEAST_STEPS:  # a busy machine makes few
                 await run.more_steps(bus, 5)
             await run.stop()
         assert (await Ledger(bus).status()).state in ENDED

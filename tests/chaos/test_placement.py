@@ -19,6 +19,7 @@ VLLM = {
     "rollout.engine": "vllm",
     "rollout.vllm.arguments.enforce_eager": True,
     "rollout.vllm.arguments.distributed_executor_backend": forge.UNIPROC,
+    "rollout.vllm.arguments.num_gpu_blocks_override": forge.VLLM_BLOCKS,
 }
 
 

@@ -35,7 +35,7 @@ GROUPS, EVERY = int(str(FLAGS["algorithm.groups_per_step"])), 3
 BEGUN: Mapping[str, object] = {
     "rollout.engine": "transformers", "rollout.replicas": 2, "evaluation.every_steps": 4, "trainer.ranks": 4,
     "trainer.expert_parallel": 2, "trainer.zero_stage": 1, "trainer.router_replay": True, "weights.snapshots": "sharded",
-    "trainer.checkpoint_every_steps": EVERY,
+    "trainer.checkpoint_every_steps": EVERY, "sampling.group_size": 4,
 }  # fmt: skip
 DIVIDED_ANEW: Mapping[str, object] = {
     "trainer.expert_parallel": 4, "trainer.zero_stage": 3, "weights.snapshots": "whole", "weights.transport": "file",

@@ -217,6 +217,7 @@ async def test_a_run_of_episodes_replays_the_experts_that_its_replica_recorded(
         monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
         monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
         arguments = {"enforce_eager": "true", "distributed_executor_backend": forge.UNIPROC}
+        arguments["num_gpu_blocks_override"] = str(forge.VLLM_BLOCKS)
         flags |= {f"rollout.vllm.arguments.{name}": value for name, value in arguments.items()}
     (tmp_path / "train.jsonl").write_text("".join(f'{{"prompt": "?", "secret": {n}}}\n' for n in make.NUMBERS))
     words = [f"--{name}={value}" for name, value in flags.items()]

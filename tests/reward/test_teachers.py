@@ -467,6 +467,7 @@ def model_for_vllm() -> Any:
 def vllm_server(folder: Path) -> Iterator[str]:
     port = free_port()
     flags = f"--model {folder} --served-model-name teacher --dtype float32 --max-model-len 128 --enforce-eager --port {port}"
+    flags += f" --num-gpu-blocks-override {forge.VLLM_BLOCKS}"
     words = ["--host", "127.0.0.1", "--distributed-executor-backend", forge.UNIPROC, *flags.split()]
     quiet = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
     quiet["TORCHDYNAMO_DISABLE"] = "1"

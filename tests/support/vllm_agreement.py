@@ -37,7 +37,7 @@ from penstock.services.trainer.self_test import self_test
 from penstock.shared.bus.messages import FinishReason, Int32Array, Sample
 from penstock.shared.errors import SettingsError, WeightsError
 from penstock.shared.model.routes import mixtures_of
-from tests.support import model_zoo
+from tests.support import forge, model_zoo
 from tests.support.model_configurations import VOCABULARY, WINDOW
 from tests.support.model_page import Agreement, verdicts
 from tests.support.tolerance import FORWARD
@@ -164,6 +164,8 @@ def _started(folder: Path, arguments: dict[str, Any]) -> Iterator[Any]:
     gathered["worker_extension_cls"] = ROUTING
     if torch.cuda.is_available():  # several models share one GPU
         gathered |= {"gpu_memory_utilization": 0.02, "kv_cache_memory_bytes": 1 << 28}
+    else:
+        gathered["num_gpu_blocks_override"] = forge.VLLM_BLOCKS
     try:
         with serving(str(folder)):
             llm = LLM(**gathered)

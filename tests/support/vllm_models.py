@@ -39,6 +39,7 @@ from transformers import (
 from penstock.services.rollout.engines.vllm.swap.weight_swap import WeightSwapper
 from penstock.shared.errors import WeightsError
 from penstock.shared.weights.format.layout import Layout, plan_layout
+from tests.support import forge
 
 VOCABULARY = 48
 """Not a multiple of 64, so vLLM pads it."""
@@ -332,6 +333,7 @@ def opened(folder: Path, **options: Any) -> tuple[Any, Any]:
         max_model_len=64,
         max_num_seqs=4,
         enable_prefix_caching=False,
+        num_gpu_blocks_override=forge.VLLM_BLOCKS,
         **options,
     )
     return llm, llm.llm_engine.model_executor.driver_worker.worker  # type: ignore[attr-defined, unused-ignore]

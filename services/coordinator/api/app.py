@@ -74,23 +74,23 @@ def make_routes(parts: Parts) -> FastAPI:
         docs_url=None,  # the default page loads external scripts
         redoc_url=None,
         redirect_slashes=False,  # a redirect would repeat the request's Host
-        responses={"default": {"model": ProblemDetails}},
     )
-    app.include_router(run_routes(parts))
-    app.include_router(record_routes(parts.rows, parts.trained, parts.folder))
+    routers = [run_routes(parts), record_routes(parts.rows, parts.trained, parts.folder)]
     for routes in (settings_routes, operation_routes, policy_routes, service_routes, dead_letter_routes):
-        app.include_router(routes(parts))
+        routers.append(routes(parts))
     for routes in (event_routes, registry_routes, generate_routes, _health_routes):
-        app.include_router(routes(parts))
+        routers.append(routes(parts))
     use = functools.partial(use_once, parts.bus, seconds=math.ceil(PAGE_S))
-    app.include_router(page_routes(parts.access, parts.bus.keys.run_id, parts.folder, use))
+    routers.append(page_routes(parts.access, parts.bus.keys.run_id, parts.folder, use))
+    for router in routers:
+        app.routes.extend(router.routes)  # include_router makes each route again: half of the API's start
     described = app.openapi
     app.openapi = lambda: app.openapi_schema or _described(described())  # type: ignore[method-assign]
     return app
 
 
 def _health_routes(parts: Parts) -> APIRouter:
-    router = APIRouter(tags=["health"])
+    router = APIRouter(tags=["health"], responses={"default": {"model": ProblemDetails}})
 
     @router.get("/healthz", operation_id="getHealth", summary="The process runs")
     async def healthz() -> Health:

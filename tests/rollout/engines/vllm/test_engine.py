@@ -719,6 +719,7 @@ async def other(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[VllmE
                 "max_lora_rank": 8,
                 "max_loras": 1,
                 "distributed_executor_backend": forge.UNIPROC,
+                "num_gpu_blocks_override": forge.VLLM_BLOCKS,
             },
         ),
         logprobs="native",

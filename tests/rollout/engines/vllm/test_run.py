@@ -27,6 +27,7 @@ async def up(folder: Path, more: list[str]) -> str:
         "--rollout.engine=vllm",
         "--rollout.replicas=1",
         "--rollout.vllm.arguments.enforce_eager=true",
+        f"--rollout.vllm.arguments.num_gpu_blocks_override={forge.VLLM_BLOCKS}",
         "--internal.probe_every_versions=1",
         "--evaluation.every_steps=1000",
         f"--algorithm.groups_per_step={GROUPS}",
