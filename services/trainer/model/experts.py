@@ -36,7 +36,6 @@ from penstock.shared.settings.trainer import PROVEN as PROVEN
 class _Grouped(nn.Module):
     """Mixed into a layer's experts by :func:`install`."""
 
-    config: Any
     num_experts: int
     is_reference = False
     """Compute as transformers does."""
@@ -61,15 +60,14 @@ class _Divided(_Grouped):
         """Called by DeepSpeed; the groups exist already."""
 
     def forward(self, hidden_TD: Tensor, index_TK: Tensor, weights_TK: Tensor, *gathers: bool) -> Tensor:
-        out_TD: Tensor
         if not self.is_reference:
-            out_TD = self._exchanged(hidden_TD, index_TK, weights_TK)
-        elif self._is_whole:
-            out_TD = super().forward(hidden_TD, index_TK, weights_TK)
-        elif gathers:
-            out_TD = self._gathered(hidden_TD, index_TK, weights_TK)
-        else:  # what a backward pass needs is gathered again, by a call of this module with its hooks
-            out_TD = checkpoint(self, hidden_TD, index_TK, weights_TK, True, use_reentrant=False)
+            return self._exchanged(hidden_TD, index_TK, weights_TK)
+        if self._is_whole:
+            return super().forward(hidden_TD, index_TK, weights_TK)
+        if gathers:
+            return self._gathered(hidden_TD, index_TK, weights_TK)
+        # what a backward pass needs is gathered again, by a call of this module with its hooks
+        out_TD: Tensor = checkpoint(self, hidden_TD, index_TK, weights_TK, True, use_reentrant=False)
         return out_TD
 
     def _exchanged(self, hidden_TD: Tensor, index_TK: Tensor, weights_TK: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ def layer_of(family: str, dtype: torch.dtype = torch.float32) -> Any:
 
 def grouped(layer: Any) -> Any:
     """Return a copy of the layer as the trainer computes it."""
-    model = nn.Module()
+    model: Any = nn.Module()
     model.experts, model.config = copy.deepcopy(layer), type("Config", (), {"model_type": "qwen3_moe"})
     experts.install(model, 1, 1)
     return model.experts
@@ -100,7 +100,12 @@ def test_a_family_that_is_not_proven_stays_as_it_is() -> None:
 
 def test_no_view_of_a_weight_is_kept_which_zero_stage_3_could_not_free() -> None:
     layer, kept = grouped(layer_of("qwen3_moe")), list[Tensor]()
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         layer(torch.randn(4, 64, requires_grad=True), torch.tensor([[0, 2]]).expand(4, 2), torch.ones(4, 2))
     weights = {weight.data_ptr(): weight for weight in layer.parameters()}
     of_weights = [tensor for tensor in kept if tensor.data_ptr() in weights]

@@ -20,9 +20,6 @@ from torch import Tensor, nn
 
 from penstock.services.trainer.model.layers.gather import Copies, copies_there, gather_rows, sum_rows
 
-_GROUPED_SINCE = (8, 0)
-"""The least compute capability with which torch multiplies by group."""
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Groups:
@@ -39,9 +36,8 @@ def groups_of(index_TK: Tensor, experts: int, rows: int) -> Groups:
     ordered, order = torch.sort(index_TK.reshape(-1), stable=True)
     ends_E = torch.searchsorted(ordered, torch.arange(experts + 1, device=order.device))
     order_S = order[:rows]
-    numbers_S = torch.arange(rows, device=order.device)
     tokens = copies_there(order_S // index_TK.shape[1], len(index_TK))
-    return Groups(order_S, tokens, Copies(ordered[:rows], numbers_S, ends_E))
+    return Groups(order_S, tokens, Copies(ordered[:rows], torch.arange(rows, device=order.device), ends_E))
 
 
 def compute(module: Any, hidden_TD: Tensor, weights_TK: Tensor, groups: Groups) -> Tensor:
@@ -92,7 +88,7 @@ class _Product(torch.autograd.Function):
 def multiplied(left: Tensor, right: Tensor, ends_E: Tensor) -> Tensor:
     """Return products of groups: rows S × I by E × I × O (S × O), or I × S by S × O, each group's (E × I × O)."""
     grouped = getattr(nn.functional, "grouped_mm", None)
-    if grouped and left.is_cuda and torch.cuda.get_device_capability(left.device) >= _GROUPED_SINCE:
+    if grouped and left.is_cuda and torch.cuda.get_device_capability(left.device) >= (8, 0):
         product: Tensor = grouped(left, right, offs=ends_E)
         return product
     ends = ends_E.tolist()
