@@ -335,6 +335,23 @@ def imbalance(together: int = 1) -> tuple[float, float]:
     return experts.take_imbalance(ours.policy)["expert_imbalance"], sum(means) / len(means)
 
 
+def travels() -> dict[str, int]:
+    """Hidden states that this rank sends to the ranks in a pass, its pairs of a token and a rank, and of a token and an expert."""
+    ours, sent, chosen = engine(settings(2), tiny.mixture(0).requires_grad_(True)), list[int](), list[torch.Tensor]()
+
+    def noted(rows: torch.Tensor, *others: Any) -> torch.Tensor:
+        sent.append(len(rows))
+        return ulysses.exchange(rows, *others)
+
+    for module in experts.layers_of(ours.policy):
+        module.register_forward_pre_hook(lambda _, given: chosen.append(given[1]))
+    with mock.patch.object(experts, "exchange", noted):
+        ours.evaluate(micro_batch(rows(dist.get_rank(), SHAPE[:2])))
+    pairs = [len({int(expert) // 2 for expert in token}) for index_TK in chosen for token in index_TK]
+    # of each layer: choices and hidden states, the same tokens, and results of what other ranks sent
+    return {"sent": sum(sent[1::3]), "choices": sum(sent[::3]), "ranks": sum(pairs), "experts": 2 * len(pairs)}
+
+
 TREE = ((0, -1, 1), (1, 0, 0), (3, 1, 1), (4, 0, 1))
 """A turn, an observation, a turn, and another one after the first."""
 
@@ -395,7 +412,7 @@ def refusals() -> list[str]:
     unknown = AutoModelForCausalLM.from_config(configurations()["granitemoeshared"]())
     wrapped = adapter.add(tiny.mixture(0), settings(2, rank=4).policy)
     models = [tiny.model(0), AutoModelForCausalLM.from_config(uneven), unknown, wrapped]
-    return [_refusal(functools.partial(experts.divide, model, 2, 1)) for model in models]
+    return [_refusal(functools.partial(experts.install, model, 2, 1)) for model in models]
 
 
 def pair(folder: Path) -> dict[str, Any]:
@@ -446,6 +463,7 @@ def pair(folder: Path) -> dict[str, Any]:
         scenes[f"replayed {name}"] = replayed(parallel, stage, trainer=options)
         scenes[f"replayed episodes {name}"] = replayed(parallel, stage, trainer=options, episodes=True)
     scenes["imbalance"] = imbalance()
+    scenes["travels"] = travels()
     scenes["refusals"] = refusals()
     return scenes
 

@@ -70,13 +70,13 @@ def make_deterministic(device: str) -> None:
 
 
 def place(policy: nn.Module, settings: Settings, device: str) -> nn.Module:
-    """Return ``policy`` on ``device``, with experts divided and activation checkpointing as set; idempotent.
+    """Return ``policy`` on ``device``, with experts grouped and divided, and activation checkpointing as set; idempotent.
 
     At ZeRO stage 3 its weights stay where they are, as no device may hold them whole (``memory/layerwise``).
     """
     if settings.trainer.expert_parallel > 1:
         import_deepspeed(device)
-        experts.divide(policy.model, settings.trainer.expert_parallel, settings.trainer.zero_stage)
+    experts.install(policy.model, settings.trainer.expert_parallel, settings.trainer.zero_stage)
     if settings.trainer.zero_stage < 3:
         policy.to(torch.device(device))
     recomputation.enable(policy.model, settings.trainer.gradient_checkpointing, device)

@@ -1,17 +1,18 @@
-"""Expert parallelism: each rank keeps E/N experts of every mixture layer, and tokens travel to them.
+"""Experts of transformers' mixtures, computed by groups, and expert parallelism: each rank keeps E/N experts of every mixture
+layer, and tokens travel to them.
 
 ::
 
-    router of transformers ─▶ expert ids, weights ─▶ sort by expert ─▶ all-to-all ─▶ experts of transformers, this rank's
-                                                                                            │
-    hidden states ◀─ weighted sum of a token's K experts ◀─ all-to-all ◀────────────────────┘
+    router of transformers ─▶ expert ids, weights ─▶ all-to-all: a token once to each rank ─▶ this rank's experts
+                                                                                                    │
+    hidden states ◀─ sum over ranks ◀─ all-to-all ◀─ weighted sum of a token's experts here ◀───────┘
 
 N ranks in a row share one copy (DeepSpeed's ``ep_size_N`` groups); ranks with the same experts add their gradients.
 Routers, shared experts and all else are transformers' and on every rank. Names stay; a divided weight is the slice
 [E/N, …] of the checkpoint's [E, …]. All ranks call each layer equally often (Lepikhin et al. 2021, arXiv:2006.16668).
 
-Shapes: ``T`` tokens of this rank, ``K`` experts per token, ``D`` hidden size, ``R`` rows that this rank's experts
-receive, ``E`` experts, ``N`` ranks of a group.
+Shapes: ``T`` tokens of this rank, ``K`` experts per token, ``D`` hidden size, ``R`` tokens that this rank's experts
+receive, ``E`` experts, ``N`` ranks of a group, ``C`` 2K: weights and ids.
 """
 
 import contextlib
@@ -24,78 +25,87 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from penstock.services.trainer.model.layers.gather import Copies, copies_there, gather_rows, sum_rows
 from penstock.services.trainer.model.layers.ulysses import exchange
+from penstock.services.trainer.model.routing import expert_groups
 from penstock.shared.errors import SettingsError
 from penstock.shared.model.routes import mixtures_of
 from penstock.shared.settings.trainer import PROVEN as PROVEN
 
 
-class _Divided(nn.Module):
-    """Mixed into a layer's experts by :func:`divide`."""
+class _Grouped(nn.Module):
+    """Mixed into a layer's experts by :func:`install`."""
 
-    config: Any
     num_experts: int
+    is_reference = False
+    """Compute as transformers does."""
+
+    def forward(self, hidden_TD: Tensor, index_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        if self.is_reference:
+            out_TD: Tensor = super().forward(hidden_TD, index_TK, weights_TK)
+            return out_TD
+        groups = expert_groups.groups_of(index_TK, self.num_experts, index_TK.numel())
+        return expert_groups.compute(self, hidden_TD, weights_TK, groups)
+
+
+class _Divided(_Grouped):
+    """Each rank has some of the experts."""
+
     whole_experts: int
+    _is_whole = False
     tokens_E: Tensor
-    """Assignments by expert, of this rank's tokens, since the last :func:`take_imbalance`."""
-    is_gathered = _is_inside = False
+    """Assignments by expert, of those that came to this rank, since the last :func:`take_imbalance`."""
 
     def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
         """Called by DeepSpeed; the groups exist already."""
 
     def forward(self, hidden_TD: Tensor, index_TK: Tensor, weights_TK: Tensor, *gathers: bool) -> Tensor:
-        out_TD: Tensor
-        if self._is_inside:
-            out_TD = super().forward(hidden_TD, index_TK, weights_TK)
-        elif gathers:
-            out_TD = self._gathered(hidden_TD, index_TK, weights_TK)
-        elif self.is_gathered:  # what a backward pass needs is gathered again, by a call of this module with its hooks
-            out_TD = checkpoint(self, hidden_TD, index_TK, weights_TK, True, use_reentrant=False)
-        else:
-            out_TD = self._exchanged(hidden_TD, index_TK, weights_TK)
+        if not self.is_reference:
+            return self._exchanged(hidden_TD, index_TK, weights_TK)
+        if self._is_whole:
+            return super().forward(hidden_TD, index_TK, weights_TK)
+        if gathers:
+            return self._gathered(hidden_TD, index_TK, weights_TK)
+        # what a backward pass needs is gathered again, by a call of this module with its hooks
+        out_TD: Tensor = checkpoint(self, hidden_TD, index_TK, weights_TK, True, use_reentrant=False)
         return out_TD
 
     def _exchanged(self, hidden_TD: Tensor, index_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        group, flat = _group(self), index_TK.reshape(-1)
-        order = torch.argsort(flat, stable=True)
-        counts_E = torch.bincount(flat, minlength=self.whole_experts)
-        self.tokens_E += counts_E
-        arriving_E = torch.empty_like(counts_E)  # by source, then by this rank's expert
-        dist.all_to_all_single(arriving_E, counts_E, group=group)
-        sent, received = (each.view(-1, self.num_experts).sum(1).tolist() for each in (counts_E, arriving_E))
-        rows_RD = exchange(hidden_TD[order // index_TK.shape[1]], group, received, sent)
-        own = torch.arange(self.num_experts, device=flat.device).repeat(len(sent))
-        computed_RD = self._computed(rows_RD, own.repeat_interleave(arriving_E))
-        sorted_SD = exchange(computed_RD, group, sent, received)
-        place_S = torch.empty_like(order)
-        place_S[order] = torch.arange(len(order), device=flat.device)
-        # weights and sums as in transformers' grouped experts
-        weighted_SD = sorted_SD[place_S] * weights_TK.reshape(-1, 1)
-        out_TD: Tensor = weighted_SD.view(*index_TK.shape, -1).sum(1).to(hidden_TD.dtype)
-        return out_TD
+        group, top_k = _group(self), index_TK.shape[1]
+        first = dist.get_rank(group) * self.num_experts
+        sent, received, choices, tokens = self._ways(index_TK, group)
+        # ids are exact in float32; one exchange brings them and the weights
+        wide = torch.promote_types(weights_TK.dtype, torch.float32)
+        choices_TC = torch.cat([weights_TK.to(wide), index_TK.to(wide)], 1)
+        choices_RC = exchange(gather_rows(choices_TC, tokens), group, received, sent)
+        rows_RD = exchange(gather_rows(hidden_TD, tokens), group, received, sent)
+        own_RK = choices_RC.detach()[:, top_k:].long() - first
+        own_RK = torch.where((own_RK >= 0) & (own_RK < self.num_experts), own_RK, self.num_experts)
+        groups = expert_groups.groups_of(own_RK, self.num_experts, choices)
+        self.tokens_E[first : first + self.num_experts] += groups.experts.ends.diff()
+        weights_RK = choices_RC[:, :top_k].to(weights_TK.dtype)
+        out_RD = expert_groups.compute(self, rows_RD, weights_RK, groups)
+        return sum_rows(exchange(out_RD, group, sent, received), tokens)
 
-    def _computed(self, rows_RD: Tensor, expert_R: Tensor) -> Tensor:
-        """Return this rank's experts' results; without rows, a pass of one of zeros reaches the weights."""
-        if not (count := len(rows_RD)):
-            rows_RD = torch.cat([rows_RD, rows_RD.new_zeros(1, rows_RD.shape[1])])
-            expert_R = expert_R.new_zeros(1)
-        with self._inside(self.num_experts):
-            out_RD: Tensor = self(rows_RD, expert_R[:, None], rows_RD.new_ones(len(rows_RD), 1))
-        return out_RD[:count]
+    def _ways(self, index_TK: Tensor, group: Any) -> tuple[list[int], list[int], int, Copies]:
+        """Return how many tokens go to each rank and come from it, the choices of experts here, and the tokens that go by rank."""
+        ranks = torch.arange(dist.get_world_size(group), device=index_TK.device)
+        choices_TN = (index_TK[..., None] // self.num_experts == ranks).sum(1)
+        going_N2 = torch.stack([(choices_TN > 0).sum(0), choices_TN.sum(0)], 1)
+        coming_N2 = torch.empty_like(going_N2)
+        dist.all_to_all_single(coming_N2, going_N2, group=group)
+        sent, received, choices = torch.stack([going_N2[:, 0], *coming_N2.T]).tolist()
+        by_rank = torch.argsort((choices_TN.T == 0).flatten().byte(), stable=True)[: sum(sent)]
+        return sent, received, sum(choices), copies_there(by_rank % len(index_TK), len(index_TK))
 
     def _gathered(self, hidden_TD: Tensor, index_TK: Tensor, weights_TK: Tensor) -> Tensor:
         whole = {name: _Gather.apply(weight, _group(self)) for name, weight in self.named_parameters()}  # type: ignore[no-untyped-call]
-        with self._inside(self.whole_experts):
-            out_TD: Tensor = torch.func.functional_call(self, whole, (hidden_TD, index_TK, weights_TK))
-        return out_TD
-
-    @contextlib.contextmanager
-    def _inside(self, experts: int) -> Iterator[None]:
-        own, self.num_experts, self._is_inside = self.num_experts, experts, True
+        own, self.num_experts, self._is_whole = self.num_experts, self.whole_experts, True
         try:
-            yield
+            out_TD: Tensor = torch.func.functional_call(self, whole, (hidden_TD, index_TK, weights_TK))
         finally:
-            self.num_experts, self._is_inside = own, False
+            self.num_experts, self._is_whole = own, False
+        return out_TD
 
 
 class _Gather(torch.autograd.Function):
@@ -114,17 +124,23 @@ class _Gather(torch.autograd.Function):
         return whole[first : first + ctx.experts], None
 
 
-def divide(model: Any, ranks: int, zero_stage: int) -> None:
-    """Keep this rank's experts of ``model``, among ``ranks`` ranks; idempotent, collective.
+def install(model: Any, ranks: int, zero_stage: int) -> None:
+    """Compute the experts of ``model`` by groups, and keep this rank's of them, among ``ranks`` ranks; idempotent, collective.
 
-    At ZeRO stage 3 each weight of them is then divided among the ranks that have the same experts.
+    With one rank those of families that are not in :data:`PROVEN` stay as they are. At ZeRO stage 3 each weight of them is
+    then divided among the ranks that have the same experts.
 
     Raises:
         SettingsError: the model has no experts that are known to be divisible by ``ranks``.
     """
-    if ranks == 1 or layers_of(model):
-        return
     mixtures = list(mixtures_of(model).values())
+    if any(isinstance(module, _Grouped) for module in mixtures):
+        return
+    made: Any = _class
+    if ranks == 1:
+        for module in mixtures if model.config.model_type in PROVEN else ():
+            module.__class__ = made(_Grouped, type(module))
+        return
     if reason := _refusal(model, mixtures, ranks):
         raise SettingsError(f"{reason}: set trainer.expert_parallel to 1")
     if any(getattr(module, "base_layer", None) in mixtures for module in model.modules()):
@@ -137,11 +153,10 @@ def divide(model: Any, ranks: int, zero_stage: int) -> None:
 
     deepspeed.init_distributed(dist_init_required=False)
     groups._create_expert_and_data_parallel(ranks)
-    made: Any = _divided
     for module in mixtures:
         name, whole = f"ep_size_{ranks}", module.num_experts
         is_trained = any(weight.requires_grad for weight in module.parameters())
-        module.__class__ = made(type(module), known=is_trained and zero_stage < 3)
+        module.__class__ = made(_Divided, type(module), known=is_trained and zero_stage < 3)
         module.whole_experts, module.num_experts = whole, whole // ranks
         for weight in module.parameters():
             weight.allreduce, weight.group_name = False, name  # DeepSpeed's marks
@@ -178,13 +193,16 @@ def _refusal(model: Any, mixtures: list[Any], ranks: int) -> str:
 
 
 @functools.cache
-def _divided(experts: type[nn.Module], *, known: bool) -> type[nn.Module]:
-    """Return ``experts``' class with :class:`_Divided`, ``known`` to DeepSpeed as a mixture: it expects their weights in the
-    optimizer then, and refuses them at stage 3, where the weights' marks suffice.
+def _class(of: type[nn.Module], experts: type[nn.Module], *, known: bool = False) -> type[nn.Module]:
+    """Return ``experts``' class with ``of``, ``known`` to DeepSpeed as a mixture: it expects their weights in the optimizer then,
+    and refuses them at stage 3, where the weights' marks suffice.
     """
-    from deepspeed.moe.layer import MoE
+    more: tuple[Any, ...] = ()
+    if known:
+        from deepspeed.moe.layer import MoE
 
-    return type(f"Divided{experts.__name__}", (_Divided, experts, MoE) if known else (_Divided, experts), {})
+        more = (MoE,)
+    return type(f"{of.__name__[1:]}{experts.__name__}", (of, experts, *more), {})
 
 
 def layers_of(model: nn.Module) -> list[Any]:
@@ -236,16 +254,16 @@ def _all(part: Tensor, group: Any) -> Tensor:
 
 
 @contextlib.contextmanager
-def undivided(model: nn.Module) -> Iterator[None]:
-    """Compute as transformers does within the block, with each layer's experts gathered for its call; collective."""
-    layers = layers_of(model)
+def unmodified(model: nn.Module) -> Iterator[None]:
+    """Compute as transformers does within the block, with the divided experts of each layer gathered for its call; collective."""
+    layers = [module for module in model.modules() if isinstance(module, _Grouped)]
     try:
         for layer in layers:
-            layer.is_gathered = True
+            layer.is_reference = True
         yield
     finally:
         for layer in layers:
-            layer.is_gathered = False
+            layer.is_reference = False
 
 
 def take_imbalance(model: nn.Module) -> dict[str, float]:

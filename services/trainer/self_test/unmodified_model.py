@@ -25,7 +25,7 @@ def unmodified(model: Any) -> Iterator[None]:
     training = [module for module in model.modules() if module.training]
     try:
         model.eval()
-        with eager_attention(model), kernels.unfused(model), experts.undivided(model):
+        with eager_attention(model), kernels.unfused(model), experts.unmodified(model):
             yield
     finally:
         for module in training:

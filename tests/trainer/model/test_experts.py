@@ -210,6 +210,11 @@ def test_the_self_test_goes_through_divided_experts(two: dict[str, Any], stage: 
     assert "expected logprobs and gradients of the unmodified" in broken
 
 
+def test_a_token_travels_once_to_a_rank_with_several_of_its_experts(two: dict[str, Any]) -> None:
+    travels = two["travels"]
+    assert travels["sent"] == travels["choices"] == travels["ranks"] < travels["experts"]
+
+
 def test_the_imbalance_is_that_of_the_routers(two: dict[str, Any]) -> None:
     figure, expected = two["imbalance"]
     assert figure == pytest.approx(expected, rel=ULPS)

@@ -1,7 +1,8 @@
-"""Copies of rows with a deterministic gradient, also on a GPU.
+"""Copies of rows and sums of copies, each the gradient of the other, deterministic also on a GPU.
 
-A prompt's keys are copied for each completion. torch's ``index_select`` sums their gradients atomically, in any order;
-one kernel (``triton_kernels.gather``) sums them in order and float32, in a tenth of the time of ``index_put_``.
+A prompt's keys are copied for each completion, a token's hidden state for each of its experts. torch's ``index_select``
+sums gradients atomically, in any order; one kernel (``triton_kernels.gather``) sums them in order and float32, in a tenth
+of the time of ``index_put_``.
 """
 
 import dataclasses
@@ -10,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from penstock.services.trainer.batch.segments import Int64Array
 
@@ -30,11 +31,23 @@ def copies(places: Int64Array, rows: int, device: torch.device) -> Copies:
     return Copies(*(torch.from_numpy(numbers).to(device) for numbers in (places, order, ends)))
 
 
+def copies_there(places: Tensor, rows: int) -> Copies:
+    """Return :func:`copies` of places that only their device knows, without waiting for it."""
+    ordered, order = torch.sort(places, stable=True)
+    return Copies(places, order, torch.searchsorted(ordered, torch.arange(rows + 1, device=places.device)))
+
+
 def gather_rows(tensor: Tensor, places: Tensor | Copies) -> Tensor:
     """Return ``tensor[places]`` along the first dimension; places (int64) may repeat."""
     known = places if isinstance(places, Copies) else None
     rows: Tensor = _Gather.apply(tensor, places if known is None else known.places, known)  # type: ignore[no-untyped-call]
     return rows
+
+
+def sum_rows(rows: Tensor, known: Copies) -> Tensor:
+    """Return the sum of each row's copies."""
+    total: Tensor = _Sum.apply(rows, known)  # type: ignore[no-untyped-call]
+    return total
 
 
 class _Gather(torch.autograd.Function):
@@ -47,12 +60,31 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator, unused-ignore]
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        if ctx.known is not None:
+            return _summed(gradient, ctx.known, ctx.shape), None, None
         (places,) = ctx.saved_tensors
-        if ctx.known is not None and gradient.is_cuda and importlib.util.find_spec("triton") is not None:
-            from penstock.services.trainer.model.layers.triton_kernels import gather as gather_kernel
-
-            return gather_kernel.sum_copies(gradient, ctx.known.order, ctx.known.ends, ctx.shape), None, None
         total = gradient.new_zeros(ctx.shape)
         if total.is_cuda:
             return total.index_put_((places,), gradient, accumulate=True), None, None
         return total.index_add_(0, places, gradient), None, None
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, known: Copies) -> Tensor:
+        ctx.places = known.places
+        return _summed(rows, known, torch.Size((len(known.ends) - 1, *rows.shape[1:])))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator, unused-ignore]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient.index_select(0, ctx.places), None
+
+
+def _summed(rows: Tensor, known: Copies, shape: torch.Size) -> Tensor:
+    if rows.is_cuda and importlib.util.find_spec("triton") is not None:
+        from penstock.services.trainer.model.layers.triton_kernels import gather as gather_kernel
+
+        return gather_kernel.sum_copies(rows, known.order, known.ends, shape)
+    total = nn.functional.embedding_bag(known.order, rows.flatten(1), known.ends, mode="sum", include_last_offset=True)
+    return total.view(shape)

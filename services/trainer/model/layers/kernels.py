@@ -1,7 +1,7 @@
 """Fused RMS norm, rotary embedding and gated MLP, and joint query, key and value products (``projections``).
 
 Except for the plain RMS norm (``norms``) the kernels are Liger's (Hsu et al. 2024, arXiv:2410.10989), for GPUs. Experts
-of a mixture stay transformers' own.
+of a mixture are not Liger's (``routing/expert_groups``).
 """
 
 import contextlib
@@ -67,7 +67,7 @@ def liger(module: str) -> Any:
 
 def _restore_experts(experts: Iterable[Any], source: dict[str, Any], before: Mapping[str, Any]) -> None:
     """Undo Liger's experts: at the first pass of each start Triton compiles and times 240 variants of their kernels, which
-    takes minutes, and a function of a module itself would hide that of divided experts.
+    takes minutes, and a function of a module itself would hide that of grouped and divided experts.
     """
     for module in experts:
         for name in ("forward", "_get_name"):

@@ -1,1 +1,1 @@
-"""Routing of mixtures of experts as the replicas did it (``trainer.router_replay``)."""
+"""Mixtures of experts: experts by groups of their tokens, and routes as the replicas had them (``trainer.router_replay``)."""
