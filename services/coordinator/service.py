@@ -148,24 +148,21 @@ async def start(settings: Settings, replica: str) -> None:
     inputs = await asyncio.to_thread(check_inputs, settings, folder)
     data = await asyncio.to_thread(load_data, settings)
     changed = [notice(f"changed input {number}", "warning", text) for number, text in enumerate(inputs.accepted, 1)]
-    data = dataclasses.replace(data, notices=(*data.notices, *changed))
     server = ApiServer(settings.coordinator.host, settings.coordinator.port)
-    try:
+    with contextlib.closing(server):
         async with serve(settings, "coordinator", replica) as context:
             context.status.start.begin("offering the data")
             await context.live.refresh()
             if kept := await context.live.kept():
                 detail = f"{'; '.join(kept)}: revision {context.live.revision} overrides the run's settings"
                 await tell(context.bus, SOURCE, "live settings kept", detail)
-            data = dataclasses.replace(data, notices=(*data.notices, *await _doubt_replication(context.bus)))
+            data = dataclasses.replace(data, notices=(*data.notices, *changed, *await _doubt_replication(context.bus)))
             for doubt in data.notices:
                 await tell(context.bus, DATA, doubt.about, doubt.text)
             offering = functools.partial(_offer, context.bus, settings, data, await registered_settings(context.bus))
             await offering()
             parts = assemble(context.bus, context.live, data, folder, context.status, access, replica, offering)
             await _coordinate(context, parts, server, folder)
-    finally:
-        server.close()
 
 
 async def _doubt_replication(bus: Bus) -> list[NoticeView]:
