@@ -8,7 +8,6 @@ from pathlib import Path
 from penstock.services.coordinator.service import load_data
 from penstock.services.up import prepare
 from penstock.shared.errors import SettingsError
-from penstock.shared.model.tokenizer import only_tokenizers
 from penstock.shared.settings import load
 from penstock.shared.settings.reading.loading import is_given
 
@@ -28,7 +27,6 @@ def prepared(config: Path | None, flags: Sequence[str], epochs: float | None) ->
     flags = [*flags, rule, "--algorithm.clip=[0.2, 0.2]"]  # the file's is of its run with rewards
     if epochs is not None:
         settings = load(config, flags)
-        only_tokenizers(settings.policy)
         logging.getLogger("penstock.services.coordinator").addHandler(
             logging.NullHandler()
         )  # the run reports its bad rows
