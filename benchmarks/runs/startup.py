@@ -12,8 +12,9 @@ the first. Each run is stopped after its first step.
         --rollout.vllm.gpu_memory_utilization=0.4                           # one GPU, both at once; not run yet
 
 Other flags go to ``penstock up``. ``processes`` has the seconds of each activity until a process was ready, from the
-start of Python on; ``milestones`` has the seconds since ``penstock up``; ``cpu`` is processor time of all processes,
-which depends less on a busy machine. ``first_step`` has seconds of the step itself. ``--folder`` keeps the model of
+start of Python on, and its processor time beside them: much less of it is waiting, for storage, other processes or a
+busy machine. An engine of vLLM has processes of its own. ``milestones`` has the seconds since ``penstock up``; ``cpu_s``
+is processor time of all processes. ``first_step`` has seconds of the step itself. ``--folder`` keeps the model of
 ``--model-shape`` for later calls; caches are empty in each call.
 """
 
@@ -81,7 +82,10 @@ def start(
         "seconds": since["first step"],
         "cpu_s": round(_cpu_s() - cpu_s, 1),
         "milestones": dict(sorted(since.items(), key=lambda pair: pair[1])),
-        "processes": {process: row["start_s"] for process, row in ready.items()},
+        "processes": {
+            process: {activity: [spent_s, row["start_cpu_s"][activity]] for activity, spent_s in row["start_s"].items()}
+            for process, row in ready.items()
+        },
         "first_step": {figure: round(steps[0][figure], 3) for figure in _STEP_FIGURES if figure in steps[0]},
     }
 

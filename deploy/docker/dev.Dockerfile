@@ -5,6 +5,8 @@
 ARG BASE=python:3.12.12-slim-bookworm
 
 FROM ${BASE}
+# The base has no byte code, which no process here could write: each would compile what it imports of the standard library.
+RUN python -m compileall -q -j 0 "$(python -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')"
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1
 RUN useradd --uid 10001 --user-group --create-home penstock && python -m venv /opt/penstock
 WORKDIR /src
@@ -21,7 +23,7 @@ COPY tests tests
 COPY benchmarks benchmarks
 COPY docs docs
 COPY deploy deploy
-RUN /opt/penstock/bin/pip install --no-deps --no-build-isolation -e .
+RUN /opt/penstock/bin/pip install --no-deps --no-build-isolation -e . && python -m compileall -q -j 0 penstock tests benchmarks
 ENV PATH=/opt/penstock/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 USER 10001:10001
 ENTRYPOINT ["python"]

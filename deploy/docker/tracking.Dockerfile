@@ -26,6 +26,8 @@ COPY services/tracking penstock/services/tracking
 RUN /opt/penstock/bin/pip install --no-deps --no-build-isolation --target /opt/code . && rm -r /opt/code/bin
 
 FROM ${BASE}
+# The base has no byte code, which no process here could write: each would compile what it imports of the standard library.
+RUN python -m compileall -q -j 0 "$(python -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')"
 RUN useradd --uid 10001 --user-group --no-create-home --shell /usr/sbin/nologin penstock
 COPY --from=packages /opt/penstock /opt/penstock
 COPY --from=code /opt/code /opt/code

@@ -31,6 +31,8 @@ COPY services/trainer penstock/services/trainer
 RUN /opt/penstock/bin/pip install --no-deps --no-build-isolation --target /opt/code . && rm -r /opt/code/bin
 
 FROM ${BASE}
+# The base has no byte code, which no process here could write: each would compile what it imports of the standard library.
+RUN python -m compileall -q -j 0 "$(python -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')"
 # Triton compiles its launchers with the host's C compiler when a kernel is first used; NCCL loads the libraries of RDMA.
 RUN apt-get update \
     && apt-get install -y --no-install-recommends gcc=4:12.2.0-3 libc6-dev=2.36-9+deb12u* \

@@ -64,6 +64,7 @@ from penstock.shared.bus.stores.run.registry import keep_registered, registered_
 from penstock.shared.errors import SettingsError
 from penstock.shared.files.durable import no_space
 from penstock.shared.inputs import INPUTS, Inputs, read_inputs, settle_inputs
+from penstock.shared.model.tokenizer import only_tokenizers
 from penstock.shared.placement.grants import DeviceGrants
 from penstock.shared.process.service import Context, serve
 from penstock.shared.process.telemetry import Status, tell
@@ -141,29 +142,27 @@ class Coordinator:
 
 async def start(settings: Settings, replica: str) -> None:
     """Coordinate one run until stopped. Raises SettingsError: folder, dataset, port or bus is unusable."""
+    only_tokenizers(settings.policy)
     access = open_access(settings.coordinator)
     folder = prepare_folder(settings)
     inputs = await asyncio.to_thread(check_inputs, settings, folder)
     data = await asyncio.to_thread(load_data, settings)
     changed = [notice(f"changed input {number}", "warning", text) for number, text in enumerate(inputs.accepted, 1)]
-    data = dataclasses.replace(data, notices=(*data.notices, *changed))
     server = ApiServer(settings.coordinator.host, settings.coordinator.port)
-    try:
+    with contextlib.closing(server):
         async with serve(settings, "coordinator", replica) as context:
             context.status.start.begin("offering the data")
             await context.live.refresh()
             if kept := await context.live.kept():
                 detail = f"{'; '.join(kept)}: revision {context.live.revision} overrides the run's settings"
                 await tell(context.bus, SOURCE, "live settings kept", detail)
-            data = dataclasses.replace(data, notices=(*data.notices, *await _doubt_replication(context.bus)))
+            data = dataclasses.replace(data, notices=(*data.notices, *changed, *await _doubt_replication(context.bus)))
             for doubt in data.notices:
                 await tell(context.bus, DATA, doubt.about, doubt.text)
             offering = functools.partial(_offer, context.bus, settings, data, await registered_settings(context.bus))
             await offering()
             parts = assemble(context.bus, context.live, data, folder, context.status, access, replica, offering)
             await _coordinate(context, parts, server, folder)
-    finally:
-        server.close()
 
 
 async def _doubt_replication(bus: Bus) -> list[NoticeView]:

@@ -39,11 +39,10 @@ async def run(settings: Settings, replica: str) -> None:
             if slower:
                 await tell(context.bus, replica, "decoder", slower)
 
+        context.status.start.begin("importing the engine")
         now = await context.live.refresh()
         entry = entry_of(await asyncio.to_thread(choose, now))
-        if settings.shared_devices:
-            context.status.start.begin("importing the engine")
-            await entry.load()
+        await entry.load()
         context.status.start.begin("waiting for the device")
         turns = await around.enter_async_context(replica_turns(context))
         while not await turns.acquire(1.0):

@@ -13,7 +13,7 @@ from penstock.shared.bus.messages import Int32Array, Json, Prompt
 from penstock.shared.errors import PermanentError, SettingsError
 from penstock.shared.model.model_source import check_tokenizer
 from penstock.shared.model.rendering import chat_template
-from penstock.shared.process.importing import importing
+from penstock.shared.process.importing import importing, leave_out_torch
 from penstock.shared.reasoning import Reasoning
 
 if TYPE_CHECKING:
@@ -76,6 +76,12 @@ def open_tokenizer(policy: "PolicySettings") -> Tokenizer:
             f"could not load a tokenizer from {source!r} ({first_line(error)}): change {setting}"
         ) from error
     return tokenizer
+
+
+def only_tokenizers(policy: "PolicySettings") -> None:
+    """Call at the start of a process that loads tokenizers and no model. Code of the policy's folder may need torch."""
+    if not policy.trust_remote_code:
+        leave_out_torch()
 
 
 def special_tokens(tokenizer: Tokenizer) -> dict[int, str]:

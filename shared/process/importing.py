@@ -1,8 +1,9 @@
-"""Import large libraries without garbage collection, or without torch's compiler."""
+"""Import large libraries without garbage collection, without torch's compiler, or without torch."""
 
 import contextlib
 import gc
 import os
+import sys
 from collections.abc import Iterator
 
 _UNCOMPILED = "TORCHDYNAMO_DISABLE"
@@ -36,3 +37,12 @@ def uncompiled() -> Iterator[None]:
         os.environ.pop(_UNCOMPILED)
         if before is not None:
             os.environ[_UNCOMPILED] = before
+
+
+def leave_out_torch() -> None:
+    """Import transformers without torch in this process from now on, as if it were not installed: two of three seconds of CPU
+    and 350 MB, which tokenizers do not need. Without effect once either is imported.
+    """
+    if not {"torch", "transformers"} & sys.modules.keys():
+        sys.modules["torch"] = None  # type: ignore[assignment]
+        os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"  # that only tokenizers work

@@ -132,15 +132,26 @@ def test_a_built_image_runs_without_root_rights_or_a_writable_root(root: tuple[s
     assert done.stdout.split("\n")[1:4] == ["Read-only file system"] * 3
 
 
-def test_a_built_image_starts_its_service(root: tuple[str, Path], tmp_path: Path) -> None:
-    role, place = root
+def started(role: str, place: Path, folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+    """Start the service without settings, by Python with ``flags``."""
     words = {
         "executor": ["penstock.services.reward.executor", "--config", "missing.toml"],
         "pod": ["penstock.services.cli", "up", "missing.toml"],
     }.get(role, [f"penstock.services.{role}", "--config", "missing.toml"])
-    done = contained(role, place, ["python", "-m", *words], tmp_path)
+    return contained(role, place, ["python", *flags, "-m", *words], folder)
+
+
+def test_a_built_image_starts_its_service(root: tuple[str, Path], tmp_path: Path) -> None:
+    role, place = root
+    done = started(role, place, tmp_path)
     assert done.returncode == (2 if role in ("pod", "executor") else INVALID_SETTINGS), done.stderr
     assert done.stderr.strip().endswith("no settings file at missing.toml: check the path after the command")
+
+
+def test_a_built_image_has_byte_code_of_all_that_it_imports(root: tuple[str, Path], tmp_path: Path) -> None:
+    said = started(*root, tmp_path, "-v").stderr
+    assert "# code object from '/opt/code/penstock/" in said  # a quoted path is one of byte code
+    assert re.findall(r"^# code object from (/.+)$", said, re.MULTILINE) == []
 
 
 @pytest.mark.timeout(900)

@@ -57,6 +57,8 @@ OPTIONAL = {
     "pod": {"datasets", "mlflow", "triton", "flash_attn"},
 }
 """Missing `datasets` and `mlflow` are reported in a sentence, `flash_attn` is left out; `triton` comes with torch's CUDA wheels."""
+COMPILED = """python -m compileall -q -j 0 "$(python -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')\""""
+"""The base has no byte code, and its users may not write it."""
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
@@ -105,6 +107,7 @@ def test_an_image_is_pinned_has_no_root_and_starts_its_service(name: str) -> Non
     assert bases == ["${BASE} AS packages", "packages AS code", "${BASE}"]
     last = lines[len(lines) - [word for word, _ in lines][::-1].index("FROM") :]
     assert ("USER", "10001:10001") in last
+    assert last[0] == ("RUN", COMPILED)
     assert last[-1] == ("ENTRYPOINT", f'["python", "-m", "{MODULES[name]}"]')
     assert not [rest for word, rest in lines if word == "ADD"]
 

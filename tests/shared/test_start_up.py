@@ -3,6 +3,8 @@
 import asyncio
 import json
 import logging
+import subprocess
+import sys
 import time
 
 import pytest
@@ -11,9 +13,12 @@ from penstock.services.client.views import ReplicaView, RunView
 from penstock.services.up.display import view
 from penstock.shared.bus.bus import Bus
 from penstock.shared.bus.stores.replicas.heartbeats import heartbeats
+from penstock.shared.model.tokenizer import open_tokenizer
 from penstock.shared.process.start_up import StartUp
 from penstock.shared.process.telemetry import Presence, Status
+from penstock.shared.settings import Settings
 from tests.conftest import until
+from tests.support.forge import ROOT
 
 
 def test_seconds_are_those_between_activities_and_the_end_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -32,6 +37,39 @@ def test_seconds_are_those_between_activities_and_the_end_is_logged_once(caplog:
     assert (seconds["importing"], seconds["self-test"]) == (2.0, 0.5)
     start.begin("too late")
     assert start.activity == ""
+
+
+def test_processor_time_is_that_of_the_activity_that_spent_it() -> None:
+    start = StartUp()
+    start.begin("computing")
+    until_s = time.process_time() + 0.2
+    while time.process_time() < until_s:
+        pass
+    start.begin("waiting")
+    cpu_s = start.cpu_seconds()
+    assert list(cpu_s) == list(start.seconds()) == ["importing", "computing", "waiting"]
+    assert cpu_s["computing"] >= 0.2 > cpu_s["waiting"]
+
+
+ONLY_TOKENIZERS = """
+import json, sys
+from penstock.shared.model import tokenizer
+from penstock.shared.settings import Settings
+policy = Settings.model_validate({"policy": json.loads(sys.argv[1])}).policy
+tokenizer.only_tokenizers(policy)
+token_ids = tokenizer.open_tokenizer(policy)(sys.argv[2])["input_ids"]
+print(json.dumps([token_ids, any(name.startswith("torch.") for name in sys.modules)]))
+"""
+
+
+@pytest.mark.parametrize("own_code", [False, True])
+def test_a_process_that_only_tokenizes_imports_torch_for_a_folders_own_code_alone(own_code: bool) -> None:
+    text, policy = "12+34=\n 5", {"model": str(ROOT / "examples/code/policy"), "trust_remote_code": own_code}
+    words = [sys.executable, "-c", ONLY_TOKENIZERS, json.dumps(policy), text]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, check=True)
+    here = open_tokenizer(Settings.model_validate({"policy": policy}).policy)
+    assert json.loads(done.stdout) == [here(text)["input_ids"], own_code]
+    assert "PyTorch was not found" not in done.stderr
 
 
 def test_activities_are_bounded() -> None:

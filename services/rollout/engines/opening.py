@@ -28,8 +28,8 @@ class Entry(Protocol):
     """An engine's package."""
 
     async def load(self) -> None:
-        """Import the engine, before its device is held: others use it meanwhile, and the lease would lapse if imports
-        stalled the event loop.
+        """Import the engine on another thread, so that heartbeats continue, and before its device is held: others use it
+        meanwhile.
         """
 
     async def open_engine(self, opening: Opening) -> tuple[Engine, Codec]:

@@ -12,18 +12,23 @@ from penstock.shared.process.importing import importing
 
 async def load() -> None:
     """Import torch and transformers."""
+    await asyncio.to_thread(_load)
+
+
+def _load() -> None:
     with importing():
+        from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401
+
         import penstock.services.rollout.engines.transformers.engine  # noqa: F401
 
 
 async def open_engine(opening: Opening) -> tuple[Engine, Codec]:
     """Return the engine of a model that was tried out."""
-    with importing():
-        from penstock.services.rollout.engines.transformers.engine import TransformersEngine
-        from penstock.services.rollout.engines.transformers.loading import open_model
-        from penstock.services.rollout.engines.transformers.routes import RouteRecorder
-        from penstock.services.rollout.engines.transformers.smoke_test import try_out
-        from penstock.shared.model.tokenizer import check_stop_texts, open_tokenizer
+    from penstock.services.rollout.engines.transformers.engine import TransformersEngine
+    from penstock.services.rollout.engines.transformers.loading import open_model
+    from penstock.services.rollout.engines.transformers.routes import RouteRecorder
+    from penstock.services.rollout.engines.transformers.smoke_test import try_out
+    from penstock.shared.model.tokenizer import check_stop_texts, open_tokenizer
 
     settings = opening.settings
     tokenizer = await asyncio.to_thread(open_tokenizer, settings.policy)

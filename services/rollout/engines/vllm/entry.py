@@ -7,6 +7,7 @@ from penstock.services.rollout.engines.engine import Engine
 from penstock.services.rollout.engines.opening import Opening, has_gpu
 from penstock.services.rollout.engines.prompts import Codec
 from penstock.services.rollout.engines.vllm.multihost.hosts import Hosts, hosts_of
+from penstock.shared.process.importing import importing
 from penstock.shared.settings import Settings
 
 _CONTEXT_SHARE = 0.02
@@ -17,11 +18,16 @@ _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 
 async def load() -> None:
     """Import vLLM."""
-    from penstock.services.rollout.engines.vllm import start
-    from penstock.services.rollout.engines.vllm.several import start as several  # noqa: F401
+    await asyncio.to_thread(_load)
 
-    await asyncio.to_thread(start.start_server)
-    await asyncio.to_thread(start.load)
+
+def _load() -> None:
+    with importing():
+        from penstock.services.rollout.engines.vllm import start
+        from penstock.services.rollout.engines.vllm.several import start as several  # noqa: F401
+
+    start.start_server()
+    start.load()
 
 
 async def open_engine(opening: Opening) -> tuple[Engine, Codec]:
@@ -30,10 +36,8 @@ async def open_engine(opening: Opening) -> tuple[Engine, Codec]:
     from penstock.services.rollout.engines.vllm.arguments import release
     from penstock.services.rollout.engines.vllm.scheduling.plain_decoding import slower_decoder
     from penstock.services.rollout.engines.vllm.several.start import open_engines
-    from penstock.services.rollout.engines.vllm.start import start_server
     from penstock.shared.model.tokenizer import TokenizerCodec, check_stop_texts, open_tokenizer, stop_tokens
 
-    await asyncio.to_thread(start_server)
     settings, host, weights = opening.settings, opening.host, opening.settings.weights
     tokenizer = await asyncio.to_thread(open_tokenizer, settings.policy)
     check_stop_texts(tokenizer, settings.sampling, settings.reward.markers)
