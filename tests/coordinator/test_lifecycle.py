@@ -252,7 +252,7 @@ async def test_a_stop_waits_for_a_noted_batch_of_a_trainer_that_is_silent(bus: B
         await Ledger(bus).transition(RunState.STOPPED, "enough", [RunState.RUNNING])
         await until(lambda: _does(parts, "ending: waiting for the trainer"))
         await asyncio.sleep(0.5)
-        assert await trainer.step(batch) == 2
+        assert await trainer.commit(batch) == 2
         await closes(parts)
     assert (await Ledger(bus).status()).step == 2
 

@@ -111,9 +111,11 @@ class Trainer:
         await self.ledger.note_batch([delivery.entry_id for delivery in batch])
         return batch
 
-    async def step(self, batch: list[Any] | None = None, **metrics: float) -> int:
-        """Commit ``batch``, or one that is taken now, with ``metrics`` in the report, and return the step."""
-        batch = batch or await self.take()
+    async def step(self, **metrics: float) -> int:
+        return await self.commit(await self.take(), **metrics)
+
+    async def commit(self, batch: list[Any], **metrics: float) -> int:
+        """Commit ``batch`` with ``metrics`` in the report, and return the step."""
         status = await self.ledger.status()
         assert status.newest_version is not None
         step, version = status.step + 1, status.newest_version + 1
