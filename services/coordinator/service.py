@@ -20,7 +20,7 @@ from pathlib import Path
 
 import psutil
 
-from penstock.services.coordinator.admission import dataset
+from penstock.services.coordinator.admission import dataset, first_rows
 from penstock.services.coordinator.admission.admission import Admission, terms_of
 from penstock.services.coordinator.admission.bus_full import Shortage
 from penstock.services.coordinator.admission.curriculum import Curriculum
@@ -145,8 +145,10 @@ async def start(settings: Settings, replica: str) -> None:
     folder = prepare_folder(settings)
     inputs = await asyncio.to_thread(check_inputs, settings, folder)
     data = await asyncio.to_thread(load_data, settings)
-    changed = [notice(f"changed input {number}", "warning", text) for number, text in enumerate(inputs.accepted, 1)]
-    data = dataclasses.replace(data, notices=(*data.notices, *changed))
+    long = await asyncio.to_thread(first_rows.long_prompts, settings, data.train)
+    doubts = [notice("long prompts", "warning", long)] if long else []
+    doubts += [notice(f"changed input {number}", "warning", text) for number, text in enumerate(inputs.accepted, 1)]
+    data = dataclasses.replace(data, notices=(*data.notices, *doubts))
     server = ApiServer(settings.coordinator.host, settings.coordinator.port)
     try:
         async with serve(settings, "coordinator", replica) as context:

@@ -484,6 +484,15 @@ def test_the_screen_says_what_bounds_the_run() -> None:
     assert "rollout-bound: the trainer waits 25%" in console.export_text()
 
 
+def test_the_closing_message_counts_groups_that_were_given_up(tmp_path: Path) -> None:
+    counts = {"trained": 9, "dead:prompts": 3, "dead:rollouts": 1, "dead:experience": 0, "dropped:stale": 2}
+    summary = {"state": "finished", "groups_admitted": 15, "counts": counts}
+    (tmp_path / "summary.json").write_text(json.dumps(summary))
+    assert "groups given up     4 of 15 (dead letters of prompts, rollouts)" in closing(tmp_path, resumable=False)
+    (tmp_path / "summary.json").write_text(json.dumps({**summary, "counts": {"trained": 9, "dead:prompts": 0}}))
+    assert "given up" not in closing(tmp_path, resumable=False)
+
+
 def test_the_closing_message_says_what_bounded_the_run(tmp_path: Path) -> None:
     line = {"step_s": 4.0, "phase_wait_s": 2.0, "lag_max": 1}
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps({**line, "step": step}) + "\n" for step in range(1, 7)))
