@@ -151,7 +151,7 @@ def taken(policy: Policy, batches: Sequence[MicroBatch], payloads: dict[bytes, b
     assert policy.trunk.replay is not None
     exchange = RouteExchange(policy.trunk.replay)
     exchange.offered = payloads
-    return exchange.exchange(batches)[0]
+    return exchange.exchange(batches, [each for batch in batches for each in batch.routed])[0]
 
 
 def chosen(policy: Policy, batch: MicroBatch) -> torch.Tensor:
