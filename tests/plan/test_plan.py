@@ -10,6 +10,7 @@ import textwrap
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tomli_w
@@ -64,13 +65,29 @@ def test_ranks_that_compute_a_sample_together_are_planned_together() -> None:
         make(settings, "1xH200", "0.5b")
 
 
-def test_a_model_whose_rows_ranks_cannot_share_is_not_planned_with_them(tmp_path: Path) -> None:
-    kinds = ["linear_attention", "full_attention"] * 14
-    flags = ["--trainer.ranks=2", "--trainer.sequence_parallel=2"]
-    (tmp_path / "config.json").write_text(json.dumps({**SHAPES["7b"], "layer_types": kinds}))
-    with pytest.raises(SettingsError, match=r"in attention alone with .* = 2, found 14 layers whose state .* to 1"):
-        make(load(None, flags), "2xH200", str(tmp_path))
-    assert make(load(None, []), "2xH200", str(tmp_path)).candidates
+@pytest.mark.parametrize(
+    ("config", "flags", "reason"),
+    [
+        ({"model_type": "lfm2", "layer_types": ["conv", "full_attention"] * 14}, [], "Lfm2ShortConv, whose state"),
+        ({"model_type": "jamba"}, [], "JambaMambaMixer, whose state passes along the whole row"),
+        ({}, ["--policy.lora.rank=8", "--policy.lora.dropout=0.1"], "policy.lora.dropout, whose noise"),
+    ],
+)
+def test_rows_that_ranks_cannot_share_are_not_planned_with_them(
+    tmp_path: Path, config: dict[str, Any], flags: list[str], reason: str
+) -> None:
+    together = ["--trainer.ranks=2", "--trainer.sequence_parallel=2"]
+    (tmp_path / "config.json").write_text(json.dumps({**SHAPES["7b"], **config}))
+    with pytest.raises(SettingsError, match=f"found {reason}.*: set trainer.sequence_parallel to 1"):
+        make(load(None, [*together, *flags]), "2xH200", str(tmp_path))
+    assert make(load(None, flags), "2xH200", str(tmp_path)).candidates
+
+
+def test_a_hybrid_with_attention_alone_is_planned_with_ranks_that_share_rows(tmp_path: Path) -> None:
+    """As Granite 4's small ones."""
+    config = {**SHAPES["7b"], "model_type": "granitemoehybrid", "layer_types": ["attention"] * 28}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert make(load(None, ["--trainer.ranks=2", "--trainer.sequence_parallel=2"]), "2xH200", str(tmp_path)).candidates
 
 
 def test_ranks_share_experts_whether_or_not_they_compute_samples_together(tmp_path: Path) -> None:

@@ -52,13 +52,6 @@ def _moments(trainer: TrainerSettings) -> dict[str, Any]:
     return {"betas": trainer.adam_betas, "eps": trainer.adam_eps}
 
 
-def bucket_of(parameters: Sequence[nn.Parameter]) -> int:
-    """Return the gradients that DeepSpeed reduces at a time, in a buffer that it allocates whole: its default, or all of
-    them if they are fewer, which is the same bucket.
-    """
-    return min(500_000_000, sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in parameters))
-
-
 def _shape(parameter: nn.Parameter) -> Sequence[int]:
     shape: Sequence[int] = getattr(parameter, "ds_shape", parameter.shape)  # whole, at ZeRO stage 3
     return shape
