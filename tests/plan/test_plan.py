@@ -247,6 +247,12 @@ def test_this_machines_memory_counts_if_it_has_as_many_gpus(monkeypatch: pytest.
     assert [plans.with_host_memory(words) for words in ("4xH200", "2xH200,9GiB")] == ["4xH200", "2xH200,9GiB"]
 
 
+def test_seconds_of_a_model_smaller_than_those_compared_with_runs_are_called_lower_bounds() -> None:
+    said = "of a model below 0.49B weights, the smallest compared with runs, seconds are lower bounds"
+    assert said in report.text(make(load(ROOT / "config/arithmetic.toml"), "1xH100"))
+    assert said not in report.text(make(load(None, []), "1xH100", "0.5b"))
+
+
 def test_micro_batches_hold_the_longest_sample(tmp_path: Path) -> None:
     flags = ["--sampling.max_new_tokens", "40000", "--trainer.gradient_checkpointing=true"]
     plan = make(load(None, flags), "8xH200", "7b")
