@@ -64,7 +64,7 @@ class Configuration:
     """The snapshots."""
     cap: int = 16_384
     steps: int = 2
-    bucket: float = 0.0
+    bucket: int = 0
     """Gradients; 0: the trainer's choice."""
 
     @property
