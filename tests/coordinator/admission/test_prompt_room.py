@@ -23,7 +23,11 @@ def settings(folder: Path, prompts: list[Any], **more: dict[str, Any]) -> Settin
     path = folder / "train.jsonl"
     column = "prompt" if isinstance(prompts[0], str) else "messages"
     path.write_text("".join(json.dumps({column: prompt, "answer": 1}) + "\n" for prompt in prompts))
-    given = {"policy": {"model": str(POLICY)}, "data": {"path": str(path)}, "sampling": {"max_new_tokens": 4}}
+    given: dict[str, dict[str, Any]] = {
+        "policy": {"model": str(POLICY)},
+        "data": {"path": str(path)},
+        "sampling": {"max_new_tokens": 4},
+    }
     for table, values in more.items():
         given[table] = {**given.get(table, {}), **values}
     return Settings.model_validate(given)
