@@ -24,7 +24,7 @@ from penstock.services.up.display import console
 from penstock.shared.errors import SettingsError
 from penstock.shared.model.context import check_context
 from penstock.shared.settings import SETTINGS_FILE, RunKind, Settings, given_tables, load
-from penstock.shared.settings.trainer import bucket_of
+from penstock.shared.settings.trainer import bucket_as_set
 
 _HOSTS, _DECODING = (0.1, 2.0), (0.1, 10.0)
 """Seconds of an engine's scheduler, over those of vLLM's own on the measured hosts, and of decoding steps over the planned
@@ -188,7 +188,7 @@ def preferences(settings: Settings) -> Preferences:
         chunk_tokens=settings.internal.logits_chunk_tokens,
         snapshots=snapshots_of(settings),
         sharded=settings.weights.snapshots == "sharded",
-        bucket=bucket_of(settings.trainer.deepspeed),
+        bucket=bucket_as_set(settings.trainer.deepspeed),
     )
     return Preferences(options, rollout.max_groups, rollout.vllm.gpu_memory_utilization)
 

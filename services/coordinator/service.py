@@ -145,10 +145,9 @@ async def start(settings: Settings, replica: str) -> None:
     folder = prepare_folder(settings)
     inputs = await asyncio.to_thread(check_inputs, settings, folder)
     data = await asyncio.to_thread(load_data, settings)
-    long = await asyncio.to_thread(first_rows.long_prompts, settings, data.train)
-    doubts = [notice("long prompts", "warning", long)] if long else []
-    doubts += [notice(f"changed input {number}", "warning", text) for number, text in enumerate(inputs.accepted, 1)]
-    data = dataclasses.replace(data, notices=(*data.notices, *doubts))
+    said = {f"changed input {number}": text for number, text in enumerate(inputs.accepted, 1)}
+    said["long prompts"] = await asyncio.to_thread(first_rows.long_prompts, settings, data.train)
+    doubts = [notice(about, "warning", text) for about, text in said.items() if text]
     server = ApiServer(settings.coordinator.host, settings.coordinator.port)
     try:
         async with serve(settings, "coordinator", replica) as context:
@@ -157,7 +156,8 @@ async def start(settings: Settings, replica: str) -> None:
             if kept := await context.live.kept():
                 detail = f"{'; '.join(kept)}: revision {context.live.revision} overrides the run's settings"
                 await tell(context.bus, SOURCE, "live settings kept", detail)
-            data = dataclasses.replace(data, notices=(*data.notices, *await _doubt_replication(context.bus)))
+            doubts += await _doubt_replication(context.bus)
+            data = dataclasses.replace(data, notices=(*data.notices, *doubts))
             for doubt in data.notices:
                 await tell(context.bus, DATA, doubt.about, doubt.text)
             offering = functools.partial(_offer, context.bus, settings, data, await registered_settings(context.bus))

@@ -30,7 +30,7 @@ from penstock.shared.errors import SettingsError
 from penstock.shared.model.context import read_config
 from penstock.shared.process.gpus import visible_names
 from penstock.shared.settings import Settings
-from penstock.shared.settings.trainer import bucket_of
+from penstock.shared.settings.trainer import bucket_as_set
 
 _MARGIN = 1.02
 _QUERY = ("--query-gpu=uuid,memory.total", "--format=csv,noheader,nounits")
@@ -210,7 +210,7 @@ def _trainer(settings: Settings, work: Workload, rank: int = 0, *, offload: str 
         expert_parallel=trainer.expert_parallel,
         snapshots=snapshots_of(settings),
         sharded=settings.weights.snapshots == "sharded",
-        bucket=bucket_of(settings.trainer.deepspeed),
+        bucket=bucket_as_set(settings.trainer.deepspeed),
     )
     table, _ = trainer_table(work, options, 0.0)
     own = _COUNTED if not rank or options.sharded else _COUNTED[:-1]  # rank 0 alone has whole snapshots

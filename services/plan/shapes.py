@@ -18,9 +18,8 @@ from types import MappingProxyType
 from typing import Any
 
 from penstock.shared.errors import SettingsError
-from penstock.shared.model.context import read_config
+from penstock.shared.model.context import STATEFUL, kinds_of, mixer_of, read_config
 from penstock.shared.model.flops import ModelSizes
-from penstock.shared.model.token_mixers import STATEFUL, kinds_of, mixer_of
 from penstock.shared.settings.trainer import PROVEN
 
 Config = Mapping[str, Any]

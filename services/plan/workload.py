@@ -12,7 +12,7 @@ from typing import Any
 
 from penstock.services.plan.shapes import Shape, shape_of
 from penstock.shared.errors import SettingsError
-from penstock.shared.model.token_mixers import check_rows
+from penstock.shared.model.context import check_rows
 from penstock.shared.settings import Settings
 
 _CHARACTERS_PER_TOKEN = 4

@@ -267,7 +267,7 @@ def check_replay(
             raise ValueError(f"expected trainer.router_replay = false with {key}, found true: change one of them")
 
 
-def bucket_of(deepspeed: Mapping[str, Any]) -> int:
+def bucket_as_set(deepspeed: Mapping[str, Any]) -> int:
     """Return the gradients that trainer.deepspeed wants reduced at a time; 0: it does not say."""
     return int(deepspeed.get("zero_optimization", {}).get("reduce_bucket_size", 0))
 

@@ -25,7 +25,7 @@ from penstock.services.trainer.model.memory.recomputation import Kept, Recomputa
 from penstock.services.trainer.model.memory.residency import Residency
 from penstock.services.trainer.model.memory.storages import Storages, tensors_in
 from penstock.services.trainer.model.named_tensors import Published, in_groups, published, unique
-from penstock.services.trainer.model.optimizer import adamw, check_sizes, set_options
+from penstock.services.trainer.model.optimizer import adamw, bucket_of, check_sizes, set_options
 from penstock.services.trainer.model.saving import whole_weights
 from penstock.services.trainer.model.saving.ranges import load_ranges, ranges_of
 from penstock.services.trainer.model.saving.writer import Writer, Written
@@ -36,7 +36,6 @@ from penstock.shared.model.flops import ModelSizes
 from penstock.shared.process import memory_timeline
 from penstock.shared.process.importing import importing, uncompiled
 from penstock.shared.settings import Settings
-from penstock.shared.settings.trainer import bucket_of, reduced_together
 
 log = logging.getLogger(__name__)
 
@@ -96,8 +95,7 @@ class TrainingEngine:
         self._sharded = settings.trainer.zero_stage == 3
         self._has_experts = bool(experts.layers_of(self.policy))
         keeps_all = not recomputation.is_enabled(self.policy)
-        gradients = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in parameters)
-        config = _config(settings, self.ranks, gradients, keeps_all=keeps_all)
+        config = _config(settings, self.ranks, bucket_of(parameters, settings.trainer), keeps_all=keeps_all)
         if self._sharded:
             with layerwise.looked_at(self.policy, settings, self.device):
                 whole_layers.mark(self.policy, settings.trainer.deepspeed.get("zero_optimization", {}))
@@ -467,13 +465,13 @@ def import_deepspeed(device: str) -> Any:
     return deepspeed
 
 
-def _config(settings: Settings, ranks: int, gradients: int, *, keeps_all: bool) -> dict[str, Any]:
+def _config(settings: Settings, ranks: int, bucket: int, *, keeps_all: bool) -> dict[str, Any]:
     trainer = settings.trainer
     zero: dict[str, Any] = {"stage": trainer.zero_stage}
     # DeepSpeed's own linear layer frees whole weights until the backward pass; checkpointing does so anyway, and
     # would compute each layer's last product again.
     own: dict[str, Any] = {"memory_efficient_linear": keeps_all, "leaf_module": {"classes": []}}  # see ``whole_layers``
-    own["reduce_bucket_size"] = reduced_together(gradients, bucket_of(trainer.deepspeed))
+    own["reduce_bucket_size"] = bucket
     pinned = {"device": "cpu", "pin_memory": pick_device(settings.run.device) == "cuda"}
     if trainer.offload != "none":
         zero["offload_optimizer"] = pinned

@@ -25,7 +25,7 @@ from penstock.services.trainer.model.layers.attention import CannotPack
 from penstock.services.trainer.model.layers.gather import copies, gather_rows
 from penstock.services.trainer.model.routing.replay import RouterReplay
 from penstock.shared.errors import SettingsError
-from penstock.shared.model.token_mixers import check_rows
+from penstock.shared.model.context import check_rows
 
 log = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from penstock.services.trainer.batch.segments import Segments
 from penstock.services.trainer.model.layers import mixers, spans
 from penstock.services.trainer.model.layers.attention import CannotPack
 from penstock.services.trainer.model.policy import Policy
-from penstock.shared.model.token_mixers import MIXERS, mixer_of
+from penstock.shared.model.context import MIXERS, mixer_of
 from tests.support import builders, tiny_hybrids
 from tests.support.model_configurations import configurations
 from tests.support.tiny_hybrids import HYBRIDS, VOCABULARY
