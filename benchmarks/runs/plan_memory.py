@@ -64,7 +64,7 @@ class Configuration:
     """The snapshots."""
     cap: int = 16_384
     steps: int = 2
-    bucket: float = 0.0
+    bucket: int = 0
     """Gradients; 0: the trainer's choice."""
 
     @property
@@ -225,7 +225,7 @@ def _settings(of: Configuration, device: str, folder: Path) -> Any:
             "trainer": {
                 "ranks": of.ranks, "zero_stage": of.zero_stage, "micro_batch_tokens": of.cap,
                 "optimizer": of.optimizer, "gradient_checkpointing": of.checkpointing,
-                "deepspeed": {"zero_optimization": {"reduce_bucket_size": int(of.bucket)}} if of.bucket else {},
+                "deepspeed": {"zero_optimization": {"reduce_bucket_size": of.bucket}} if of.bucket else {},
             },
             "weights": {"snapshots": "sharded" if of.sharded else "whole"},
         }
@@ -292,7 +292,9 @@ def _folded(parts: Iterable[tuple[str, float]]) -> dict[str, float]:
 def recompared(stored: Mapping[str, Any]) -> dict[str, Any]:
     """Return a stored result's deviation from today's plan, and from the plan when it was measured."""
     names = {field.name for field in dataclasses.fields(Configuration)}
-    of = Configuration(**{"bucket": 5e8} | {name: stored[name] for name in names & stored.keys()})  # older: DeepSpeed's
+    of = Configuration(
+        **{"bucket": 500_000_000} | {name: stored[name] for name in names & stored.keys()}
+    )  # older: DeepSpeed's
     table = predicted(of, stored.get("capacity_bytes", _H200) - _CONTEXT)
     predicted_bytes, measured_bytes = peak(table), stored["measured_bytes"]
     deviation = predicted_bytes / measured_bytes - 1

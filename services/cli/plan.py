@@ -19,11 +19,12 @@ from penstock.services.plan.measured import Corrections, Measured
 from penstock.services.plan.memory import TrainerOptions
 from penstock.services.plan.rates import SLOWED
 from penstock.services.plan.report import Plan, text
-from penstock.services.plan.workload import Workload, bucket_of, snapshots_of, with_turns, workload_of
+from penstock.services.plan.workload import Workload, snapshots_of, with_turns, workload_of
 from penstock.services.up.display import console
 from penstock.shared.errors import SettingsError
 from penstock.shared.model.context import check_context
 from penstock.shared.settings import SETTINGS_FILE, RunKind, Settings, given_tables, load
+from penstock.shared.settings.trainer import bucket_as_set
 
 _HOSTS, _DECODING = (0.1, 2.0), (0.1, 10.0)
 """Seconds of an engine's scheduler, over those of vLLM's own on the measured hosts, and of decoding steps over the planned
@@ -71,7 +72,11 @@ def make(settings: Settings, gpus: str, model: str = "", calibrate: Path | None 
     if stated is not None:
         work = with_turns(work, settings, *stated)
     planner = Planner(work, parse_cluster(gpus), _for_longest(preferences(settings), work, settings))
-    _check_rows(settings.trainer.sequence_parallel, planner)
+    together, most = settings.trainer.sequence_parallel, planner.cluster.per_node
+    if together > most:
+        raise SettingsError(
+            f"expected trainer.sequence_parallel of at most the {most} GPUs of a host, found {together}: lower it"
+        )
     if calibrate is not None:
         figures, own = runs.read_run(calibrate)
         of_run = work_of(own, model)
@@ -80,20 +85,6 @@ def make(settings: Settings, gpus: str, model: str = "", calibrate: Path | None 
         corrected = corrections(figures, own, of_run, planner.cluster, mps=runs.under_mps(calibrate))
         planner = dataclasses.replace(planner, corrections=corrected, work=planned)
     return Plan(settings, planner, *planner.compare())
-
-
-def _check_rows(together: int, planner: Planner) -> None:
-    """Raise SettingsError if ``together`` ranks cannot compute a row of the models together."""
-    if together > planner.cluster.per_node:
-        raise SettingsError(
-            f"expected trainer.sequence_parallel of at most the {planner.cluster.per_node} GPUs of a host, found {together}: lower it"
-        )
-    recurrent = max(shape.recurrent for shape in (planner.work.shape, planner.work.critic or planner.work.shape))
-    if together > 1 and recurrent:
-        raise SettingsError(
-            f"expected a model that mixes tokens in attention alone with trainer.sequence_parallel = {together}, found {recurrent} layers "
-            "whose state passes along the whole row: set it to 1"
-        )
 
 
 def with_host_memory(gpus: str) -> str:
@@ -197,7 +188,7 @@ def preferences(settings: Settings) -> Preferences:
         chunk_tokens=settings.internal.logits_chunk_tokens,
         snapshots=snapshots_of(settings),
         sharded=settings.weights.snapshots == "sharded",
-        bucket=bucket_of(settings),
+        bucket=bucket_as_set(settings.trainer.deepspeed),
     )
     return Preferences(options, rollout.max_groups, rollout.vllm.gpu_memory_utilization)
 

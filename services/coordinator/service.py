@@ -20,7 +20,7 @@ from pathlib import Path
 
 import psutil
 
-from penstock.services.coordinator.admission import dataset
+from penstock.services.coordinator.admission import dataset, first_rows
 from penstock.services.coordinator.admission.admission import Admission, terms_of
 from penstock.services.coordinator.admission.bus_full import Shortage
 from penstock.services.coordinator.admission.curriculum import Curriculum
@@ -147,7 +147,9 @@ async def start(settings: Settings, replica: str) -> None:
     folder = prepare_folder(settings)
     inputs = await asyncio.to_thread(check_inputs, settings, folder)
     data = await asyncio.to_thread(load_data, settings)
-    changed = [notice(f"changed input {number}", "warning", text) for number, text in enumerate(inputs.accepted, 1)]
+    said = {f"changed input {number}": text for number, text in enumerate(inputs.accepted, 1)}
+    said["long prompts"] = await asyncio.to_thread(first_rows.long_prompts, settings, data.train)
+    doubts = [notice(about, "warning", text) for about, text in said.items() if text]
     server = ApiServer(settings.coordinator.host, settings.coordinator.port)
     with contextlib.closing(server):
         async with serve(settings, "coordinator", replica) as context:
@@ -156,7 +158,8 @@ async def start(settings: Settings, replica: str) -> None:
             if kept := await context.live.kept():
                 detail = f"{'; '.join(kept)}: revision {context.live.revision} overrides the run's settings"
                 await tell(context.bus, SOURCE, "live settings kept", detail)
-            data = dataclasses.replace(data, notices=(*data.notices, *changed, *await _doubt_replication(context.bus)))
+            doubts += await _doubt_replication(context.bus)
+            data = dataclasses.replace(data, notices=(*data.notices, *doubts))
             for doubt in data.notices:
                 await tell(context.bus, DATA, doubt.about, doubt.text)
             offering = functools.partial(_offer, context.bus, settings, data, await registered_settings(context.bus))

@@ -153,7 +153,7 @@ class Replicas:
             connection = _idle(replica) or await self._connect(replica.address)
             connection.writer.write(frames.pack(request.frame()))
             await connection.writer.drain()
-            frame = await frames.receive_async(connection.reader)
+            frame = await frames.receive_async(connection.reader, frames.SAMPLE_BYTES)
             replica.running = read_running(frame)
             replica.idle.append(connection)
             connection = None

@@ -25,11 +25,12 @@ from penstock.services.plan.memory import (
     total,
     trainer_table,
 )
-from penstock.services.plan.workload import Workload, bucket_of, snapshots_of, workload_of
+from penstock.services.plan.workload import Workload, snapshots_of, workload_of
 from penstock.shared.errors import SettingsError
 from penstock.shared.model.context import read_config
 from penstock.shared.process.gpus import visible_names
 from penstock.shared.settings import Settings
+from penstock.shared.settings.trainer import bucket_as_set
 
 _MARGIN = 1.02
 _QUERY = ("--query-gpu=uuid,memory.total", "--format=csv,noheader,nounits")
@@ -209,7 +210,7 @@ def _trainer(settings: Settings, work: Workload, rank: int = 0, *, offload: str 
         expert_parallel=trainer.expert_parallel,
         snapshots=snapshots_of(settings),
         sharded=settings.weights.snapshots == "sharded",
-        bucket=bucket_of(settings),
+        bucket=bucket_as_set(settings.trainer.deepspeed),
     )
     table, _ = trainer_table(work, options, 0.0)
     own = _COUNTED if not rank or options.sharded else _COUNTED[:-1]  # rank 0 alone has whole snapshots

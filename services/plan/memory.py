@@ -23,14 +23,13 @@ from penstock.services.plan import routes
 from penstock.services.plan.hardware import GIB
 from penstock.services.plan.shapes import Shape
 from penstock.services.plan.workload import Workload
+from penstock.shared.settings.trainer import reduced_together
 from penstock.shared.weights.format import BUCKET_BYTES
 
 Phase = Literal["wait", "forward and backward", "optimizer", "critic", "generate"]
 CONTEXT = 0.6 * GIB
 """CUDA, cuBLAS and the program."""
 _NCCL = 1.0 * GIB
-_BUCKET = 5e8
-"""Most gradients in DeepSpeed's bucket (services/trainer/model/engine.py), which is freed after the last pass."""
 _GATHERED = 2e9
 """Weights that live at a time at ZeRO stage 3."""
 _RESERVE = 1.1
@@ -98,8 +97,8 @@ class TrainerOptions:
     """Ranks that compute a long sample together; each computes no more tokens than without."""
     expert_parallel: int = 1
     """Ranks that share one copy of the experts."""
-    bucket: float = 0.0
-    """Gradients of DeepSpeed's bucket as set; 0: the trainer's choice."""
+    bucket: int = 0
+    """Gradients of DeepSpeed's bucket, which is freed after the last pass, as set; 0: the trainer's choice."""
 
     def shards(self, from_stage: int) -> int:
         """Return over how many ranks something is cut that ZeRO shards from ``from_stage`` on."""
@@ -209,7 +208,8 @@ def _held(work: Workload, options: TrainerOptions) -> list[Component]:
 
 
 def _bucket(work: Workload, options: TrainerOptions) -> float:
-    return (options.bucket or min(_BUCKET, options.held(work.trained, work.trained_experts, 4))) * work.weight_bytes
+    gradients = options.held(work.trained, work.trained_experts, 4)
+    return reduced_together(round(gradients), options.bucket) * work.weight_bytes
 
 
 def _without(parts: Components, counted: Components) -> list[Component]:

@@ -23,6 +23,8 @@ SHOWN = 3
 _PROBLEMS = 5
 _BOUND = 0.15
 """Of a step that the trainer waits: with less, training bounds the run."""
+_LEAST_COMPARED = 4.9e8
+"""Weights of the smallest model whose plan was compared with runs (docs/plan.md)."""
 _TRIED_RANKS = {"at once": 4, "shared": 4}
 """Ranks of trainers that shared their GPUs with a replica on each, by placement (docs/placement.md)."""
 
@@ -70,6 +72,11 @@ def text(plan: Plan) -> str:
     given = [("rollout.engine", settings.rollout.engine, "transformers"), ("run.device", settings.run.device, "cpu")]
     if others := [f'{setting} = "{value}"' for setting, value, other in given if value == other]:
         lines += [f"planned for vLLM on GPUs, whose memory and rates are others than with {' and '.join(others)}"]
+    if plan.planner.work.shape.weights < _LEAST_COMPARED:
+        lines += [
+            f"of a model below {_counted(_LEAST_COMPARED)} weights, the smallest compared with runs, seconds are lower bounds: what steps "
+            "take at any size (Python, starts of kernels, messages) is not predicted; calibrate with a run (--calibrate)"
+        ]
     for number, candidate in enumerate(plan.candidates[:SHOWN], 1):
         lines += ["", *_candidate(plan, number, candidate)]
     if not plan.candidates:
@@ -155,7 +162,7 @@ def _candidate(plan: Plan, number: int, candidate: Candidate) -> list[str]:
     ]
 
 
-def _counted(weights: int) -> str:
+def _counted(weights: float) -> str:
     """Return a number of weights as it is named.
 
     >>> _counted(7_615_283_200), _counted(3_400_000)

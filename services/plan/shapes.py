@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import Any
 
 from penstock.shared.errors import SettingsError
-from penstock.shared.model.context import read_config
+from penstock.shared.model.context import STATEFUL, kinds_of, mixer_of, read_config
 from penstock.shared.model.flops import ModelSizes
 from penstock.shared.settings.trainer import PROVEN
 
@@ -107,8 +107,8 @@ class Shape:
     """Of them, those that a token uses."""
     expert_weights: int = 0
     """Weights of all of them, in all layers."""
-    recurrent: int = 0
-    """Layers whose state passes along a whole row, where the config names them."""
+    mixer: str = ""
+    """The class of layers whose state passes along a whole row."""
 
     @property
     def weights(self) -> int:
@@ -200,21 +200,21 @@ def _shape(fields: Config, name: str) -> Shape:
         experts=experts,
         chosen=chosen if experts else 0,
         expert_weights=layers * experts * 3 * hidden * inner_of_one,
-        recurrent=without,
+        mixer=mixer_of(fields),
     )
 
 
 def _layers_that_forget(fields: Config) -> tuple[int, int, int]:
-    """Return the window, and the layers with it and those with linear attention, where the config names them: others count
-    as keeping every token."""
+    """Return the window, and the layers with it and those with a state instead of keys and values, where the config names
+    them: others count as keeping every token."""
     layers, pattern = fields["num_hidden_layers"], fields.get("sliding_window_pattern")
-    kinds = list(fields.get("layer_types") or ())
+    kinds = kinds_of(fields)
     window = (fields.get("sliding_window") or 0) if fields.get("use_sliding_window", True) else 0
     if kinds or not isinstance(pattern, int) or not pattern:
         windowed = kinds.count("sliding_attention")
     else:
         windowed = layers - layers // pattern
-    return window, windowed if window else 0, kinds.count("linear_attention")
+    return window, windowed if window else 0, sum(kind in STATEFUL for kind in kinds)
 
 
 def _attention(

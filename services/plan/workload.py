@@ -12,6 +12,7 @@ from typing import Any
 
 from penstock.services.plan.shapes import Shape, shape_of
 from penstock.shared.errors import SettingsError
+from penstock.shared.model.context import check_rows
 from penstock.shared.settings import Settings
 
 _CHARACTERS_PER_TOKEN = 4
@@ -163,11 +164,6 @@ class Workload:
         return 0 if self.lora_rank else self.shape.expert_weights
 
 
-def bucket_of(settings: Settings) -> float:
-    """Return the gradients that trainer.deepspeed wants reduced at a time; 0: it does not say."""
-    return float(settings.trainer.deepspeed.get("zero_optimization", {}).get("reduce_bucket_size", 0))
-
-
 def snapshots_of(settings: Settings) -> int:
     """Return the copies of the policy that rank 0 keeps on its GPU (services/trainer/rank0/publication.py)."""
     if settings.weights.transport == "file":
@@ -177,7 +173,7 @@ def snapshots_of(settings: Settings) -> int:
 
 def workload_of(settings: Settings, model: str = "") -> Workload:
     """Return the work that ``settings`` describe, with the shape ``model`` instead of policy.model. Raises
-    SettingsError: the model's sizes cannot be read, or it has no experts that trainer.expert_parallel divides.
+    SettingsError: the model's sizes cannot be read, or trainer.expert_parallel or sequence_parallel cannot divide it.
     """
     algorithm, sampling = settings.algorithm, settings.sampling
     shape = shape_of(model or settings.policy.model)
@@ -187,6 +183,11 @@ def workload_of(settings: Settings, model: str = "") -> Workload:
         critic = shape_of(algorithm.critic.model) if algorithm.critic.model else shape
     for of in (shape, critic or shape):
         _check_experts(of, settings.trainer.expert_parallel)
+        check_rows(
+            settings.trainer.sequence_parallel,
+            of.mixer,
+            has_dropout=bool(settings.policy.lora.rank and settings.policy.lora.dropout),
+        )
     forwards = (algorithm.proximal == "recomputed") + reference
     return Workload(
         shape=shape,

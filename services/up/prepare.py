@@ -241,8 +241,8 @@ def _check_inputs(settings: Settings) -> None:
             )
     check_complete("policy.model", settings.policy.model)
     check_context(settings)
-    if settings.trainer.expert_parallel > 1 and read_config(settings.policy.model):
-        workload_of(settings)  # refuses a model without such experts
+    if settings.trainer.expert_parallel * settings.trainer.sequence_parallel > 1 and read_config(settings.policy.model):
+        workload_of(settings)  # refuses a model that ranks cannot divide
     gpus = visible_gpus()
     check_device(settings, len(gpus))
     check_processes(settings, len(gpus), host_bytes()[0])

@@ -1,6 +1,7 @@
 """Frames: messages between two processes beside the bus.
 
-A frame is a four-byte length (big endian) and a MessagePack map of at most 64 MiB; anything else closes the connection.
+A frame is a four-byte length (big endian) and a MessagePack map of at most 64 MiB, or 512 MiB where it has a sample;
+anything else closes the connection.
 """
 
 import asyncio
@@ -15,8 +16,10 @@ import msgpack
 from penstock.shared.errors import PeerError
 
 MAX_BYTES = 64 << 20
-PART_BYTES = MAX_BYTES * 3 // 4
-"""Maximum of an array that has smaller ones beside it."""
+SAMPLE_BYTES = 512 << 20
+"""Maximum with a sample, as of a value of Redis, in which it travels on."""
+PART_BYTES = SAMPLE_BYTES * 3 // 4
+"""Maximum of a sample's array that has smaller ones beside it."""
 PROBE_BYTES = 4 << 20
 """Maximum of one probe of a link."""
 _LENGTH = struct.Struct(">I")

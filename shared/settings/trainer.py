@@ -267,6 +267,18 @@ def check_replay(
             raise ValueError(f"expected trainer.router_replay = false with {key}, found true: change one of them")
 
 
+def bucket_as_set(deepspeed: Mapping[str, Any]) -> int:
+    """Return the gradients that trainer.deepspeed wants reduced at a time; 0: it does not say."""
+    return int(deepspeed.get("zero_optimization", {}).get("reduce_bucket_size", 0))
+
+
+def reduced_together(gradients: int, bucket: int) -> int:
+    """Return how many of a rank's ``gradients`` DeepSpeed reduces at a time, in a buffer that it allocates whole: ``bucket``,
+    or if that is 0 its default, or all of them if they are fewer, which is the same.
+    """
+    return bucket or min(500_000_000, gradients)
+
+
 def check_deepspeed(settings: Mapping[str, Any]) -> None:
     """Raise ValueError for keys that are not in DEEPSPEED_ALLOWED."""
     for key, value in settings.items():

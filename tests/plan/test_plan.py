@@ -10,6 +10,7 @@ import textwrap
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tomli_w
@@ -64,13 +65,29 @@ def test_ranks_that_compute_a_sample_together_are_planned_together() -> None:
         make(settings, "1xH200", "0.5b")
 
 
-def test_a_model_whose_rows_ranks_cannot_share_is_not_planned_with_them(tmp_path: Path) -> None:
-    kinds = ["linear_attention", "full_attention"] * 14
-    flags = ["--trainer.ranks=2", "--trainer.sequence_parallel=2"]
-    (tmp_path / "config.json").write_text(json.dumps({**SHAPES["7b"], "layer_types": kinds}))
-    with pytest.raises(SettingsError, match=r"in attention alone with .* = 2, found 14 layers whose state .* to 1"):
-        make(load(None, flags), "2xH200", str(tmp_path))
-    assert make(load(None, []), "2xH200", str(tmp_path)).candidates
+@pytest.mark.parametrize(
+    ("config", "flags", "reason"),
+    [
+        ({"model_type": "lfm2", "layer_types": ["conv", "full_attention"] * 14}, [], "Lfm2ShortConv, whose state"),
+        ({"model_type": "jamba"}, [], "JambaMambaMixer, whose state passes along the whole row"),
+        ({}, ["--policy.lora.rank=8", "--policy.lora.dropout=0.1"], "policy.lora.dropout, whose noise"),
+    ],
+)
+def test_rows_that_ranks_cannot_share_are_not_planned_with_them(
+    tmp_path: Path, config: dict[str, Any], flags: list[str], reason: str
+) -> None:
+    together = ["--trainer.ranks=2", "--trainer.sequence_parallel=2"]
+    (tmp_path / "config.json").write_text(json.dumps({**SHAPES["7b"], **config}))
+    with pytest.raises(SettingsError, match=f"found {reason}.*: set trainer.sequence_parallel to 1"):
+        make(load(None, [*together, *flags]), "2xH200", str(tmp_path))
+    assert make(load(None, flags), "2xH200", str(tmp_path)).candidates
+
+
+def test_a_hybrid_with_attention_alone_is_planned_with_ranks_that_share_rows(tmp_path: Path) -> None:
+    """As Granite 4's small ones."""
+    config = {**SHAPES["7b"], "model_type": "granitemoehybrid", "layer_types": ["attention"] * 28}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert make(load(None, ["--trainer.ranks=2", "--trainer.sequence_parallel=2"]), "2xH200", str(tmp_path)).candidates
 
 
 def test_ranks_share_experts_whether_or_not_they_compute_samples_together(tmp_path: Path) -> None:
@@ -228,6 +245,12 @@ def test_this_machines_memory_counts_if_it_has_as_many_gpus(monkeypatch: pytest.
     monkeypatch.setattr(memory_timeline, "host_bytes", lambda: (64 * 2.0**30, 0.0))
     assert plans.with_host_memory("2xH200") == "2xH200,64.0GiB"
     assert [plans.with_host_memory(words) for words in ("4xH200", "2xH200,9GiB")] == ["4xH200", "2xH200,9GiB"]
+
+
+def test_seconds_of_a_model_smaller_than_those_compared_with_runs_are_called_lower_bounds() -> None:
+    said = "of a model below 0.49B weights, the smallest compared with runs, seconds are lower bounds"
+    assert said in report.text(make(load(ROOT / "config/arithmetic.toml"), "1xH100"))
+    assert said not in report.text(make(load(None, []), "1xH100", "0.5b"))
 
 
 def test_micro_batches_hold_the_longest_sample(tmp_path: Path) -> None:
@@ -482,6 +505,15 @@ def test_the_screen_says_what_bounds_the_run() -> None:
     console = Console(width=120, record=True, file=io.StringIO())
     console.print(view.screen("penstock", RunView(bound="rollout-bound: the trainer waits 25%"), []))
     assert "rollout-bound: the trainer waits 25%" in console.export_text()
+
+
+def test_the_closing_message_counts_groups_that_were_given_up(tmp_path: Path) -> None:
+    counts = {"trained": 9, "dead:prompts": 3, "dead:rollouts": 1, "dead:experience": 0, "dropped:stale": 2}
+    summary = {"state": "finished", "groups_admitted": 15, "counts": counts}
+    (tmp_path / "summary.json").write_text(json.dumps(summary))
+    assert "groups given up     4 of 15 (dead letters of prompts, rollouts)" in closing(tmp_path, resumable=False)
+    (tmp_path / "summary.json").write_text(json.dumps({**summary, "counts": {"trained": 9, "dead:prompts": 0}}))
+    assert "given up" not in closing(tmp_path, resumable=False)
 
 
 def test_the_closing_message_says_what_bounded_the_run(tmp_path: Path) -> None:

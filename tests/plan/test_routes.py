@@ -90,7 +90,7 @@ def test_the_trainers_host_and_gpu_take_what_is_planned() -> None:
     tracemalloc.start()
     try:
         exchange.offered = {claim: chosen(3004) for claim in claims}
-        figures, _ = exchange.exchange(batches)
+        figures, _ = exchange.exchange(batches, [each for batch in batches for each in batch.routed])
         _, peak_bytes = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

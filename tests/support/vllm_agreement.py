@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from penstock.services.rollout.engines.vllm.arguments import ROUTING, check_windows, gather, serving
+from penstock.services.rollout.engines.vllm.arguments import ROUTING, check_routers, check_windows, gather, serving
 from penstock.services.rollout.engines.vllm.routing.capture import FAMILIES, RouteCapture, route_record
 from penstock.services.rollout.engines.vllm.runner_hooks import RunnerTap
 from penstock.services.rollout.engines.vllm.swap.weight_swap import WeightSwapper
@@ -129,6 +129,7 @@ def _measure(folder: Path, seen: Seen) -> None:
             module.do_not_compile = True
         worker = llm.llm_engine.model_executor.driver_worker.worker
         model, served = worker.model_runner.get_model(), worker.vllm_config.model_config
+        check_routers(model)
         check_windows(model, served.model, served.max_model_len)
         device = next(model.parameters()).device
         swapper = WeightSwapper(model, worker.vllm_config, device)

@@ -135,6 +135,10 @@ def test_counts_that_this_machine_cannot_have_are_refused(config: Path, monkeypa
     (config.parent / "model" / "config.json").write_text(json.dumps({"model_type": "qwen2", **SHAPES["0.5b"]}))
     dense = refusal(config, "--trainer.ranks=2", "--trainer.expert_parallel=2")
     assert "expected a mixture whose experts trainer.expert_parallel = 2 divides, found model, whose" in dense
+    hybrid = {"model_type": "lfm2", **SHAPES["0.5b"], "layer_types": ["conv", "full_attention"] * 12}
+    (config.parent / "model" / "config.json").write_text(json.dumps(hybrid))
+    stateful = refusal(config, "--trainer.ranks=2", "--trainer.sequence_parallel=2")
+    assert "= 2, found Lfm2ShortConv, whose state passes along the whole row: set" in stateful
     settings = load(config, ["--run.device=auto", "--trainer.ranks=3", "--rollout.replicas=5"])
     with pytest.raises(SettingsError, match=r"expected trainer.ranks of at most the 2 GPUs of this machine, found 3"):
         requirements.check_device(settings, 2)

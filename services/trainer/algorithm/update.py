@@ -122,7 +122,8 @@ class Learner:
         if self._routes is None:
             return {}, plan
         with self._phases.measure("routes"):
-            figures, of_routes = self._routes.exchange([each.batch for each in inputs])
+            drawn = [sample for each in inputs for sample in each.routed]
+            figures, of_routes = self._routes.exchange([each.batch for each in inputs], drawn)
         return figures, dataclasses.replace(plan, layout=f"{plan.layout}{of_routes}")
 
     def offer(self, routes: Mapping[bytes, bytes]) -> None:

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from penstock.services.trainer.batch.packing import MicroBatch
+from penstock.services.trainer.batch.packing import MicroBatch, RoutedSample
 from penstock.shared.bus.messages import Experience, Float32Array, Purpose
 from penstock.shared.errors import SettingsError
 
@@ -50,6 +50,12 @@ class LossInputs:
         """Return the lengths of the samples whose tokens :meth:`chosen` returns."""
         shown_S = np.zeros(len(self.batch.lengths_S), np.bool_) if self.demonstrated_S is None else self.demonstrated_S
         return torch.from_numpy(self.batch.lengths_S[shown_S == demonstrated]).to(self.lengths_S.device)
+
+    @property
+    def routed(self) -> list[RoutedSample]:
+        """What may have routes: samples that a policy drew."""
+        shown_S = [False] * len(self.batch.routed) if self.demonstrated_S is None else self.demonstrated_S
+        return [sample for sample, shown in zip(self.batch.routed, shown_S, strict=True) if not shown]
 
     def without_demonstrations(self) -> "LossInputs":
         """Return the inputs of the tokens that a policy drew; of ``batch``, only its teacher's tokens are chosen."""

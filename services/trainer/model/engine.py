@@ -95,7 +95,7 @@ class TrainingEngine:
         self._sharded = settings.trainer.zero_stage == 3
         self._has_experts = bool(experts.layers_of(self.policy))
         keeps_all = not recomputation.is_enabled(self.policy)
-        config = _config(settings, self.ranks, bucket_of(parameters), keeps_all=keeps_all)
+        config = _config(settings, self.ranks, bucket_of(parameters, settings.trainer), keeps_all=keeps_all)
         if self._sharded:
             with layerwise.looked_at(self.policy, settings, self.device):
                 whole_layers.mark(self.policy, settings.trainer.deepspeed.get("zero_optimization", {}))

@@ -16,6 +16,7 @@ from penstock.services.trainer.model import experts
 from penstock.shared.errors import SettingsError
 from penstock.shared.extras import install_command
 from penstock.shared.settings import TrainerSettings
+from penstock.shared.settings.trainer import bucket_as_set, reduced_together
 
 _LARGE, GROUP_WEIGHTS = 2**31 - 2**20, 2**30
 """Weights of a model that has several groups, and of each group at most (a larger tensor is a group of its own)."""
@@ -52,11 +53,9 @@ def _moments(trainer: TrainerSettings) -> dict[str, Any]:
     return {"betas": trainer.adam_betas, "eps": trainer.adam_eps}
 
 
-def bucket_of(parameters: Sequence[nn.Parameter]) -> int:
-    """Return the gradients that DeepSpeed reduces at a time, in a buffer that it allocates whole: its default, or all of
-    them if they are fewer, which is the same bucket.
-    """
-    return min(500_000_000, sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in parameters))
+def bucket_of(parameters: Sequence[nn.Parameter], trainer: TrainerSettings) -> int:
+    gradients = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in parameters)
+    return reduced_together(gradients, bucket_as_set(trainer.deepspeed))
 
 
 def _shape(parameter: nn.Parameter) -> Sequence[int]:

@@ -25,6 +25,7 @@ from penstock.services.trainer.model.layers.attention import CannotPack
 from penstock.services.trainer.model.layers.gather import copies, gather_rows
 from penstock.services.trainer.model.routing.replay import RouterReplay
 from penstock.shared.errors import SettingsError
+from penstock.shared.model.context import check_rows
 
 log = logging.getLogger(__name__)
 
@@ -85,16 +86,11 @@ class Trunk:
 
     def check_shards(self, ranks: int) -> None:
         """Raise SettingsError if ``ranks`` ranks cannot compute a row together."""
-        reason = self.reason or ('trainer.packing = "sequences"' if self.packing == "sequences" else "")
-        if self.packing == "rows" and self._boundaries is not None:
-            reason = f"{mixers.known(self._module)}, whose state passes along the whole row"
-        if any(".lora_dropout." in name and getattr(module, "p", 0) for name, module in self._module.named_modules()):
-            reason = "policy.lora.dropout, whose noise ranks draw by themselves"
-        if reason:
-            raise SettingsError(
-                f"expected a model without dropout that mixes tokens in attention alone, in packed rows, with trainer.sequence_parallel = {ranks}, found {reason}: "
-                "set trainer.sequence_parallel to 1"
-            )
+        has_dropout = any(
+            ".lora_dropout." in name and getattr(module, "p", 0) for name, module in self._module.named_modules()
+        )
+        unpacked = self.reason or ('trainer.packing = "sequences"' if self.packing == "sequences" else "")
+        check_rows(ranks, mixers.known(self._module), has_dropout=has_dropout, unpacked=unpacked)
 
     def hidden_states(self, batch: MicroBatch) -> Tensor:
         """Return the hidden state that predicts each trained token (N × D)."""

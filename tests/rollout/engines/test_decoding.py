@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import DynamicCache, MambaConfig, MambaForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache, MambaConfig, MambaForCausalLM
 
 from penstock.services.rollout.engines.engine import EngineDied, GeneratedGroup, GeneratedSample, GenerationRequest
 from penstock.services.rollout.engines.stop_texts import StopTexts
@@ -21,6 +21,7 @@ from penstock.shared.bus.messages import FinishReason, Int32Array, PolicyVersion
 from penstock.shared.errors import SettingsError, WeightsError
 from tests.conftest import PATIENCE_S, until
 from tests.support import tiny, truncated, weights
+from tests.support.model_zoo import CONFIGURATIONS, randomise
 from tests.support.tolerance import FORWARD
 
 NEVER = (999,)
@@ -159,6 +160,26 @@ def test_the_engine_ends_each_sample_at_its_own_stop_text_with_the_logprobs_of_i
         expected = forward_logprobs(model, prompt, sample, 1.0)
         np.testing.assert_allclose(sample.behavior_logprobs, expected, atol=FORWARD)
     assert len(samples[0].token_ids) < 12
+
+
+@pytest.mark.parametrize("name", ["lfm2", "falcon_h1", "granitemoehybrid", "qwen3_5_moe", "qwen3_next"])
+def test_layers_with_a_state_give_the_logprobs_of_a_plain_forward_pass(name: str) -> None:
+    """Of prompts of different lengths, one shorter than a convolution; rows leave the batch, and the cache is dropped twice."""
+    model = AutoModelForCausalLM.from_config(CONFIGURATIONS[name]()).eval()
+    randomise(model)
+    prompts = [np.random.default_rng(tokens).integers(3, 40, tokens).tolist() for tokens in (1, 9, 70)]
+    asked = [request(*prompt, samples=3, max_new_tokens=24, seed=place) for place, prompt in enumerate(prompts)]
+    decoding, finished, steps = batch(model, asked, stop=tuple(range(0, 256, 9))), dict[int, Any](), 0
+    while not decoding.finished:
+        with torch.inference_mode():
+            finished.update(decoding.step(PolicyVersion(0)))
+        if (steps := steps + 1) in (4, 9):
+            decoding.drop_cache()
+    samples = [(prompt, sample) for place, prompt in enumerate(prompts) for sample in finished[place]]
+    assert len({len(sample.token_ids) for _, sample in samples}) > 2
+    for prompt, sample in samples:
+        expected = forward_logprobs(model, prompt, sample, 1.0)
+        assert np.abs(sample.behavior_logprobs - expected).max() < FORWARD
 
 
 def test_temperature_zero_writes_what_transformers_writes_greedily() -> None:

@@ -18,6 +18,8 @@ from penstock.services.trainer.batch.packing import TOKENS_ALONE, MicroBatch
 from penstock.services.trainer.metrics import batch_figures, mixed_figures
 from penstock.services.trainer.model.engine import TrainingEngine
 from penstock.services.trainer.model.layers.logits import TokenLogprobs
+from penstock.services.trainer.model.routing.exchange import RouteExchange
+from penstock.services.trainer.model.routing.replay import RouterReplay
 from penstock.services.trainer.phases import Phases
 from penstock.shared.bus.messages import Experience, Sample
 from penstock.shared.model.logits import partition
@@ -301,6 +303,15 @@ def test_a_split_forward_pass_keeps_which_samples_are_demonstrations() -> None:
     assert sorted(zip(places, shown, strict=True)) == [(place, place < 4) for place in range(8)]
     tokens = [len(half.chosen(half.behavior_logprobs_N, demonstrated=True)) for half in halves]
     assert sum(tokens) == sum(len(sample.token_ids) for sample in groups[0].group.samples)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_demonstrations_which_no_router_drew_are_not_counted_as_routed_live() -> None:
+    groups = [*demonstrated(batch()[:1]), *batch()[1:2]]
+    learner = Learner(cast(TrainingEngine, Bigrams()), settings(imitation=WEIGHT), Phases())
+    learner._routes = RouteExchange(RouterReplay((0,), decoder_layers=1, experts=4, top_k=2))
+    measured = learner.learn(groups, lags(groups), 1)
+    assert (measured["routed_live"], measured["replayed_fraction"]) == (4, 0), "the four samples of the other group"
 
 
 @pytest.mark.parametrize("algorithm", [{}, {"distillation": 0.5, "distillation_top_k": 3}], ids=["", "taught"])

@@ -37,7 +37,7 @@ from penstock.shared.files import durable
 from penstock.shared.model.flops import ModelSizes, forward_flops, peak_tflops
 from penstock.shared.process import memory_timeline
 from penstock.shared.settings import PolicySettings, Settings
-from penstock.shared.settings.trainer import DEEPSPEED_ALLOWED
+from penstock.shared.settings.trainer import DEEPSPEED_ALLOWED, reduced_together
 from tests.conftest import need_module
 from tests.support import builders, tiny
 from tests.support.packed import rows
@@ -142,7 +142,9 @@ def test_the_bucket_has_room_for_the_gradients_of_all_weights(zero_stage: int) -
     stepper = Stepper(settings(zero_stage=zero_stage))
     trained = [weight for weight in stepper.engine.policy.parameters() if weight.requires_grad]
     numbers = sum(getattr(weight, "ds_numel", weight.numel()) for weight in trained)
-    assert stepper.engine._engine.optimizer.reduce_bucket_size == numbers
+    assert stepper.engine._engine.optimizer.reduce_bucket_size == reduced_together(numbers, 0) == numbers
+    as_set = settings(zero_stage=zero_stage, deepspeed={"zero_optimization": {"reduce_bucket_size": 1000}})
+    assert Stepper(as_set).engine._engine.optimizer.reduce_bucket_size == reduced_together(numbers, 1000) == 1000
 
 
 @pytest.mark.parametrize("zero_stage", [1, 2, 3])

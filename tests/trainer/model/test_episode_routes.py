@@ -60,9 +60,7 @@ class Playing:
 
 
 def draw(model: Any, histories: Sequence[Int32Array], lot: np.random.Generator) -> list[DrawnTurn]:
-    """Draw turns as a replica does, together, and send them; models whose cache a replica refuses read all tokens for each."""
-    if getattr(model.config, "layer_types", None) and "linear_attention" in model.config.layer_types:
-        return [reread(model, ids, int(lot.integers(1, 9)), int(lot.integers(1 << 30))) for ids in histories]
+    """Draw turns as a replica does, together, and send them."""
     requests = [
         GenerationRequest(ids, Sampling(1, int(lot.integers(1, 9)), 1.0), int(lot.integers(1 << 30)))
         for ids in histories
@@ -73,19 +71,6 @@ def draw(model: Any, histories: Sequence[Int32Array], lot: np.random.Generator) 
         while not decoding.finished:
             finished.update(decoding.step(PolicyVersion(0)))
     return [read_drawn(drawn_of(finished[place][0], has_routes=True).frame()) for place in range(len(requests))]
-
-
-@torch.inference_mode()
-def reread(model: Any, ids: Int32Array, tokens: int, seed: int) -> DrawnTurn:
-    generator, whole, logprobs = torch.Generator().manual_seed(seed), ids.tolist(), list[float]()
-    recorder = RouteRecorder(model)
-    for _ in range(tokens):
-        logprobs_V = model(input_ids=torch.tensor([whole]), use_cache=False).logits[0, -1].log_softmax(-1)
-        whole.append(int(torch.multinomial(logprobs_V.exp(), 1, generator=generator)))
-        logprobs.append(float(logprobs_V[whole[-1]]))
-    spans, read = np.zeros((1, 2), np.int32), recorder.last(1)[0, -tokens:].numpy().tobytes()
-    drawn_ids, finish = np.array(whole[-tokens:], np.int32), FinishReason.LENGTH
-    return DrawnTurn(drawn_ids, np.array(logprobs, np.float32), spans, finish, routes=read)
 
 
 def play(model: Any, seed: int, episodes: int = 4, turns: int = 6) -> tuple[PackedRow, dict[bytes, bytes], list[bool]]:
@@ -151,7 +136,7 @@ def taken(policy: Policy, batches: Sequence[MicroBatch], payloads: dict[bytes, b
     assert policy.trunk.replay is not None
     exchange = RouteExchange(policy.trunk.replay)
     exchange.offered = payloads
-    return exchange.exchange(batches)[0]
+    return exchange.exchange(batches, [each for batch in batches for each in batch.routed])[0]
 
 
 def chosen(policy: Policy, batch: MicroBatch) -> torch.Tensor:
@@ -187,7 +172,8 @@ def test_recorded_experts_are_the_trainers_own_at_every_token_from_which_a_turn_
         assert torch.equal(replayed_TLK[columns].sort(-1)[0], own_TLK[columns].sort(-1)[0].int())
         with torch.no_grad():
             logprobs_N = policy(batch).policy_logprobs_N
-        assert np.abs(logprobs_N.numpy() - batch.behavior_logprobs_N).max() < EXACT
+        # a layer's state after each token, and by chunks of 64: 2e-5
+        assert np.abs(logprobs_N.numpy() - batch.behavior_logprobs_N).max() < 10 * EXACT
         assert figures == {"replayed_fraction": len(columns) / batch.tokens, "routed_live": known.count(False)}
         later = own_TLK[np.minimum(columns + 1, batch.tokens - 1)].sort(-1)[0]
         assert (replayed_TLK[columns].sort(-1)[0] != later).any(-1).float().mean() > 0.3, "a shift would be seen"

@@ -18,9 +18,12 @@ from penstock.services.trainer.batch.segments import Segments
 from penstock.services.trainer.model.layers import mixers, spans
 from penstock.services.trainer.model.layers.attention import CannotPack
 from penstock.services.trainer.model.policy import Policy
+from penstock.shared.model.context import MIXERS, mixer_of
 from tests.support import builders, tiny_hybrids
+from tests.support.model_configurations import configurations
 from tests.support.tiny_hybrids import HYBRIDS, VOCABULARY
 
+CONFIGURATIONS = configurations()
 TOLERANCE = 5e-5
 """Nats, and of a gradient's norm, by reordered float32 sums. Worst is the gated delta rule's triangular systems:
 transformers' own differs by 1e-5 with chunks of 32 instead of 64 tokens. A neighbour's tokens make over 0.1.
@@ -217,3 +220,19 @@ def test_a_plan_brings_every_token_back_to_its_place() -> None:
         plan = make(segments, torch.device("cpu"))
         outputs = [spans.gather(values, span.places_GW, tokens) for span in plan.spans]
         assert torch.equal(spans.scatter(outputs, plan), values)
+
+
+def test_mixers_are_known_by_model_type_without_a_model() -> None:
+    assert set(MIXERS.values()) == {*mixers._CONTINUING, *mixers._WHOLE}
+
+
+@pytest.mark.parametrize("name", ["bamba", "falcon_h1", "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "mamba", "minimax",
+                                  "nemotron_h", "qwen3_5_moe", "qwen3_next", "recurrent_gemma", "zamba2", "zaya", "llama"])  # fmt: skip
+def test_the_configuration_names_the_mixer_that_the_model_has(name: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    config = CONFIGURATIONS[name]()
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    fields = config.to_dict()
+    assert mixer_of(fields.get("text_config") or fields) == mixers.known(model)

@@ -1,7 +1,11 @@
-"""Room for further tokens in a key-value cache: transformers' own copies all tokens for each one that it adds."""
+"""Room for further tokens in a cache, as transformers' own copies all tokens for each one that it adds; and rows of layers that
+keep a state instead of tokens.
+"""
+
+from typing import Any
 
 import torch
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixin
 
 _GROWTH = 4
 """A full cache grows by this part of its length."""
@@ -44,3 +48,12 @@ def make_room(cache: object) -> None:
     """Give the layers of a filled cache that keep all tokens room for further ones."""
     layers = getattr(cache, "layers", [])
     layers[:] = [RoomyLayer(layer) if type(layer) is DynamicLayer else layer for layer in layers]
+
+
+def select(cache: Any, rows_n: torch.Tensor) -> None:
+    """Keep the rows ``rows_n`` of a filled cache, in order, with repetition."""
+    for layer in getattr(cache, "layers", [cache]):
+        if isinstance(layer, LinearAttentionCacheLayerMixin):  # its batch_select_indices, if any, leaves states out
+            layer.reorder_cache(rows_n)
+        else:
+            layer.batch_select_indices(rows_n)

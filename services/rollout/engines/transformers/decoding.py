@@ -22,7 +22,7 @@ import numpy.typing as npt
 import torch
 
 from penstock.services.rollout.engines.engine import GeneratedSample, GenerationRequest, unstopped
-from penstock.services.rollout.engines.transformers.cache import make_room
+from penstock.services.rollout.engines.transformers.cache import make_room, select
 from penstock.services.rollout.engines.transformers.choice import Choice, Support, Truncation
 from penstock.services.rollout.engines.transformers.routes import RouteRecorder
 from penstock.shared.bus.messages import FinishReason, Int32Array, PolicyVersion
@@ -176,7 +176,7 @@ class Batch:
             self._prompt_routes_PTLK = self._recorder.last(len(self._prompts))
         rows = torch.from_numpy(self._prompt_of_group[self._group_n]).to(self._device)
         self._cache = output.past_key_values
-        self._cache.batch_select_indices(rows)
+        select(self._cache, rows)
         make_room(self._cache)
         self._position_n, self._mask = self._position_n[rows], self._mask[rows]
         return output.logits[:, -1][rows]
@@ -295,7 +295,7 @@ class Batch:
     def _compact(self, done_n: npt.NDArray[np.bool_]) -> None:
         kept = torch.from_numpy(np.flatnonzero(~done_n)).to(self._device)
         assert self._cache is not None
-        self._cache.batch_select_indices(kept)
+        select(self._cache, kept)
         self._group_n = self._group_n[~done_n]
         self._choice_n = self._choice_n.select(kept)
         self._minimum_n = self._minimum_n[kept]

@@ -29,7 +29,7 @@ import numpy as np
 import torch
 
 from penstock.services.rollout.engines.vllm import start_report
-from penstock.services.rollout.engines.vllm.arguments import check_windows
+from penstock.services.rollout.engines.vllm.arguments import check_routers, check_windows
 from penstock.services.rollout.engines.vllm.decoding.several_steps import quick_sampler, split_less, take_several_steps
 from penstock.services.rollout.engines.vllm.ladder import Ladder, storages, tensors
 from penstock.services.rollout.engines.vllm.multihost.hosts import secret_of
@@ -80,6 +80,7 @@ class PolicyWorker:
         self._caches: object = getattr(worker.model_runner, "kv_caches", [])
         served = worker.vllm_config.model_config
         trusted = served.trust_remote_code
+        check_routers(self._model)
         check_windows(self._model, served.model, served.max_model_len, trust_remote_code=trusted)
         beside = worker.parallel_config.node_rank == 0
         # vLLM notices a dead parent only at the next step, which never comes.

@@ -263,7 +263,7 @@ class Reports:
     async def _listen(self, rank: int, reader: asyncio.StreamReader) -> None:
         try:
             while True:
-                await self._note(rank, await frames.receive_async(reader))
+                await self._note(rank, await frames.receive_async(reader, frames.SAMPLE_BYTES))
         except (OSError, PeerError, LookupError, TypeError, ValueError) as error:
             if not self._closed and not self.died.done():
                 self.died.set_result(f"worker {rank} went away: {error}")

