@@ -62,8 +62,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help=(
         "Asynchronous RL post-training for language models.\n\n"
-        "**Example:** `penstock up config/arithmetic.toml` trains a tiny model on this machine's CPU. For your own data, copy "
-        "`config/own-data.toml` and set `policy.model` and `data.path`. `penstock COMMAND --help` has examples.\n\n"
+        "**Example:** `penstock up config/arithmetic.toml` trains a tiny model on this machine's CPU. For your own data "
+        "begin with `penstock new my-run.toml`. `penstock COMMAND --help` has examples.\n\n"
         "Exit codes: 0 done, 1 failed or refused, 2 wrong usage, settings or RUN, 130 Ctrl-C (continue with `up --resume`)."
     ),
 )
@@ -247,7 +247,7 @@ def resume(connection: Connection, reason: Reason = "") -> None:
 @app.command(rich_help_panel=_RUN)
 @connected
 def stop(connection: Connection, reason: Reason = "") -> None:
-    """End a run for good before its last step, with summary and report.
+    """End a run for good before its last step, with checkpoint, summary and report; `penstock export` writes its policy.
 
     **Example:** `penstock stop --reason "good enough"`
     """

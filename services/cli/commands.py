@@ -200,13 +200,11 @@ def page(connection: Connection) -> None:
 
     **Example:** `penstock page`
     """
-    from penstock.services.up.display import console
-
     ended = connection.ended_run()
     if ended is not None:
-        ended.show_page()
+        ended.show_page(connection.print_link)
     else:
-        console.say_link(connection.page_link())
+        connection.print_link(connection.page_link())
 
 
 def doctor(

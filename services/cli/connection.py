@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import inspect
+import json
 import typing
 from collections.abc import Callable
 from pathlib import Path
@@ -92,6 +93,11 @@ class Connection:
         from penstock.services.client.coordinator import how_ended
 
         return EndedRun(self.run) if not self.url and how_ended(self.run) else None
+
+    def print_link(self, link: str) -> None:
+        from penstock.services.up.display import console
+
+        console.say_link(json.dumps({"url": link}) if self.as_json else link)
 
     def print_item(self, item: dict[str, Any]) -> None:
         from penstock.services.cli import tables

@@ -94,12 +94,12 @@ def _why_not(run_folder: Path) -> str:
     if ended := how_ended(run_folder):
         more = f"; {resume} --run.steps N` extends it" if "finished" in ended else ""
         return f"{ended}. Its report.html and records are in that folder{more}"
-    step = _last_step(run_folder)
+    step = last_step(run_folder)
     after = f" after step {step}" if step else ""
     return f"it is starting, or was interrupted{after}. Its records are in that folder; {resume}` continues it"
 
 
-def _last_step(run_folder: Path) -> int:
+def last_step(run_folder: Path) -> int:
     """Return the newest recorded step; 0: none."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError), (run_folder / _METRICS).open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))

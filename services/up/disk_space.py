@@ -49,7 +49,7 @@ class Room:
         if full and not self._full:
             self._tell(
                 f"no disk space: {free_bytes / 2**20:.1f} MiB are free on the disk of {self._folder}. The run waits; "
-                "free disk space there (or move run.folder), and it continues automatically"
+                "free disk space there, and it continues automatically"
             )
         if self._full and not full:
             self._tell(f"disk space again: {free_bytes / 2**20:.0f} MiB are free on the disk of {self._folder}")

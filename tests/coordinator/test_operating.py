@@ -391,12 +391,12 @@ async def test_events_are_listed_newest_first_and_streamed_from_where_one_was(
         await http.post(f"/v1/run/{name}")
     await http.post("/v1/run/resume", json={"reason": "see http://a/?key=secret"})
     listed = (await http.get("/v1/events", params={"limit": 2})).json()
-    assert [event["name"] for event in listed["items"]] == ["run running", "run paused"]
+    assert [event["name"] for event in listed["items"]] == ["run resumed", "run paused"]
     seen = {"Last-Event-ID": listed["next"], "Accept": "text/event-stream"}
     streamed = await http.get("/v1/events/stream", params={"for_s": 0.2}, headers=seen)
     assert streamed.headers["content-type"].startswith("text/event-stream")
     newest, lines = listed["items"][0], streamed.text.splitlines()
-    assert lines[2:4] == [f"id: {newest['id']}", "event: run_running"]
+    assert lines[2:4] == [f"id: {newest['id']}", "event: run_resumed"]
     assert json.loads(lines[4].removeprefix("data: ")) == newest
     assert newest["detail"].endswith("see http://a/?key=***"), "secrets of addresses are hidden in both"
 

@@ -148,7 +148,7 @@ async def test_the_one_pod_runs_to_its_end_frees_its_gpus_and_has_nothing_to_do_
     run = {"config": f'{config}\n[placement]\nmode = "shared"\n', "kind": "pod"}
     made = Cluster(render(values(run=run, pod={"gpu": {"count": 0}})), tmp_path)
     try:
-        for expected in ("finished: 1 steps", "has finished"):
+        for expected in ("finished: 1 step\n", "has finished"):
             pod = Pod(made, made.release.workload("pod"))
             pod.start()
             assert pod.process is not None

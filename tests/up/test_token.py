@@ -137,7 +137,7 @@ async def test_a_resume_keeps_the_token_and_no_file_or_line_of_the_run_holds_it(
 
 async def test_a_link_of_the_command_line_opens_a_session_once(running: Up) -> None:
     await until(lambda: running.ready("coordinator-0"))
-    link = penstock("page", "--run", str(running.run_folder)).stdout.strip()
+    link = json.loads(penstock("page", "--json", "--run", str(running.run_folder)).stdout)["url"]
     url, _, code = link.partition("/#code=")
     assert url == await url_of(running)
     with httpx.Client(base_url=url, timeout=PATIENCE_S) as browser:

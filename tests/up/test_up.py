@@ -594,6 +594,18 @@ def test_an_interrupted_run_does_not_call_the_policy_of_an_earlier_end_its_own(t
     assert "/policy  of an earlier end of this run, which went on since" in summary.text(tmp_path, resumable=True)
 
 
+def test_the_words_at_the_end_say_the_step_and_how_to_get_the_policy(tmp_path: Path) -> None:
+    assert summary.text(tmp_path, resumable=True).startswith("interrupted after step 0\n")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 6}\n{"step": 7}\n')
+    assert summary.text(tmp_path, resumable=True).startswith("interrupted after step 7\n")
+    (tmp_path / "summary.json").write_text('{"state": "stopped", "steps": 1}')
+    assert "export" not in summary.text(tmp_path, resumable=False)
+    (tmp_path / "checkpoints" / "step-000001").mkdir(parents=True)
+    stopped = summary.text(tmp_path, resumable=False)
+    assert stopped.startswith("stopped: 1 step\n")
+    assert stopped.endswith(f"write the policy:\n  penstock export {tmp_path}")
+
+
 def test_a_run_behind_a_link_has_the_same_folder_when_it_is_started_and_resumed(up: Up) -> None:
     link = up.folder / "linked"
     up.run_folder.parent.mkdir(exist_ok=True)

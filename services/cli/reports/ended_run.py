@@ -4,6 +4,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from penstock.services.cli.cluster.deployment import end_later
@@ -32,10 +33,10 @@ class EndedRun:
             if line.endswith("}"):
                 console.say(view.event_line(EventView.model_validate_json(line)))
 
-    def show_page(self) -> None:
+    def show_page(self, print_link: Callable[[str], None]) -> None:
         """Print a link to its page, and serve it until Ctrl-C."""
         process, url, token = self._serve()
-        console.say_link(page_link(url, token))
+        print_link(page_link(url, token))
         console.warn("Ctrl-C ends the page")
         process.wait()
 

@@ -367,9 +367,10 @@ def check_answer(problem: Problem, field: str, comparing: Sequence[AnswerScorer]
     """Raise BadRow if an applicable scorer lacks its reference answer."""
     applying = _applying(problem, comparing)
     if applying and not (problem.answer or "").strip():
+        columns = ", ".join(sorted(map(repr, problem.extra)))
         raise BadRow(
-            f"expected a reference answer in {field!r} for scorer {applying[0].name!r}, but it is empty: add it, or change "
-            f"data.answer_field"
+            f"expected a reference answer in {field!r} for scorer {applying[0].name!r}, but it is missing or empty"
+            f"{f', beside columns {columns}' if columns else ''}: add it, or change data.answer_field"
         )
 
 

@@ -67,7 +67,8 @@ class Steering:
             raise StateConflict(f"cannot {name} a run that is {state.value}: {order.refusals[state]}")
         if changed:
             self.changed()
-            await tell(self.bus, "api", f"run {order.to.value}", reason)
+            event = "resumed" if order.to is RunState.RUNNING else order.to.value
+            await tell(self.bus, "api", f"run {event}", reason)
         return changed, order.to, (await self.ledger.status()).reason
 
     async def _mind_rollback(self, command: str, reason: str) -> None:

@@ -4,6 +4,7 @@ import json
 import shlex
 from pathlib import Path
 
+from penstock.services.client.coordinator import last_step
 from penstock.services.plan.measured import mean_metrics
 from penstock.services.up.display import view
 from penstock.shared.advice import advice
@@ -14,8 +15,11 @@ from penstock.shared.settings import SETTINGS_FILE, load
 def text(run_folder: Path, resumable: bool) -> str:
     """Return the closing message; ``resumable`` if the run was interrupted."""
     folder = _short(run_folder)
-    summary = _read(run_folder / "summary.json")
-    parts = [_figures(summary), _bound(run_folder, bool(summary.get("gpu_hours")))] if not resumable else []
+    if resumable:
+        parts = [f"interrupted after step {last_step(run_folder)}"]
+    else:
+        summary = _read(run_folder / "summary.json")
+        parts = [_figures(summary), _bound(run_folder, bool(summary.get("gpu_hours")))]
     parts.append(_places(run_folder, folder, resumable))
     parts.append(_next(run_folder, folder, resumable))
     return "\n\n".join(part for part in parts if part)
@@ -25,7 +29,8 @@ def _figures(summary: dict[str, object]) -> str:
     if not summary:
         return ""
     before, after = _number(summary, "accuracy_before"), _number(summary, "accuracy_after")
-    lines = [f"{summary.get('state', 'ended')}: {summary.get('steps', 0)} steps"]
+    steps = summary.get("steps", 0)
+    lines = [f"{summary.get('state', 'ended')}: {steps} {'step' if steps == 1 else 'steps'}"]
     if before is not None and after is not None:
         lines.append(f"held-out accuracy   {before:.3f} → {after:.3f}")
     lines.append(f"training time       {view.duration(_number(summary, 'training_s'))}")
@@ -70,7 +75,8 @@ def _next(run_folder: Path, folder: str, resumable: bool) -> str:
     if resumable:
         return f"continue the run:\n  penstock up --resume {shlex.quote(folder)}"
     if not (run_folder / "policy").is_dir():
-        return ""
+        stored = any((run_folder / "checkpoints").glob("step-*"))
+        return f"write the policy:\n  penstock export {shlex.quote(folder)}" if stored else ""
     load = f"from transformers import AutoModelForCausalLM as M; print(M.from_pretrained({json.dumps(f'{folder}/policy')}))"
     return f"load the policy:\n  python -c {shlex.quote(load)}"
 
