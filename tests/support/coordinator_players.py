@@ -111,7 +111,7 @@ class Trainer:
         await self.ledger.note_batch([delivery.entry_id for delivery in batch])
         return batch
 
-    async def step(self, batch: list[Any] | None = None, **metrics: float) -> int:
+    async def step(self, batch: list[Any] | None = None, /, **metrics: float) -> int:
         """Commit ``batch``, or one that is taken now, with ``metrics`` in the report, and return the step."""
         batch = batch or await self.take()
         status = await self.ledger.status()
