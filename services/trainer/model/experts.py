@@ -189,8 +189,8 @@ def _refusal(model: Any, mixtures: list[Any], ranks: int) -> str:
     if not mixtures:
         return f"expected a mixture of experts with trainer.expert_parallel = {ranks}, found {family!r}"
     if not _are_proven(model, mixtures):
-        what = f"a folder's own code of {family!r}" if family in PROVEN else repr(family)
-        return f"trainer.expert_parallel = {ranks} is not tested with {what}, but with {', '.join(sorted(PROVEN))}"
+        code = f"a folder's own code of {family!r}" if family in PROVEN else repr(family)
+        return f"trainer.expert_parallel = {ranks} is not tested with {code}, but with {', '.join(sorted(PROVEN))}"
     for module in mixtures:
         sizes = {len(weight) for weight in module.parameters()}
         if sizes != {module.num_experts} or module.num_experts % ranks:
