@@ -64,7 +64,6 @@ from penstock.shared.bus.stores.run.registry import keep_registered, registered_
 from penstock.shared.errors import SettingsError
 from penstock.shared.files.durable import no_space
 from penstock.shared.inputs import INPUTS, Inputs, read_inputs, settle_inputs
-from penstock.shared.model.tokenizer import only_tokenizers
 from penstock.shared.placement.grants import DeviceGrants
 from penstock.shared.process.service import Context, serve
 from penstock.shared.process.telemetry import Status, tell
@@ -142,7 +141,6 @@ class Coordinator:
 
 async def start(settings: Settings, replica: str) -> None:
     """Coordinate one run until stopped. Raises SettingsError: folder, dataset, port or bus is unusable."""
-    only_tokenizers(settings.policy)
     access = open_access(settings.coordinator)
     folder = prepare_folder(settings)
     inputs = await asyncio.to_thread(check_inputs, settings, folder)

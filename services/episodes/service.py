@@ -49,7 +49,7 @@ from penstock.shared.bus.worker import Worker
 from penstock.shared.errors import NotHere, PermanentError, SettingsError, TemporaryError
 from penstock.shared.files.source import digest
 from penstock.shared.model.context import own_context, read_config
-from penstock.shared.model.tokenizer import UNLIMITED, Tokenizer, only_tokenizers, open_tokenizer
+from penstock.shared.model.tokenizer import UNLIMITED, Tokenizer, open_tokenizer
 from penstock.shared.peers.handshake import Secret
 from penstock.shared.peers.turns import DrawnTurn, TurnRequest
 from penstock.shared.process.service import Context, serve
@@ -190,10 +190,9 @@ async def run(settings: Settings, replica: str) -> None:
         raise SettingsError(
             "expected episodes.environment, tools, mcp, executor or agent for this service, found none: set one of them"
         )
-    only_tokenizers(settings.policy)
     async with serve(settings, "episodes", replica) as context, contextlib.AsyncExitStack() as around:
         context.status.start.begin("loading the tokenizer")
-        tokenizer = await asyncio.to_thread(open_tokenizer, settings.policy)
+        tokenizer = await asyncio.to_thread(open_tokenizer, settings.policy, alone=True)
         policy = await asyncio.to_thread(Policy.of, settings, tokenizer)
         await _tell_branching(context, policy.renderer)
         context.status.start.begin(f"loading {settings.episodes.name}")

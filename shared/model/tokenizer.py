@@ -1,5 +1,6 @@
 """Open a policy's tokenizer, and convert prompts with it; messages use the chat template."""
 
+import contextlib
 import dataclasses
 import re
 import time
@@ -13,7 +14,7 @@ from penstock.shared.bus.messages import Int32Array, Json, Prompt
 from penstock.shared.errors import PermanentError, SettingsError
 from penstock.shared.model.model_source import check_tokenizer
 from penstock.shared.model.rendering import chat_template
-from penstock.shared.process.importing import importing, leave_out_torch
+from penstock.shared.process.importing import importing, without_torch
 from penstock.shared.reasoning import Reasoning
 
 if TYPE_CHECKING:
@@ -62,10 +63,11 @@ class Tokenizer(Protocol):
     def all_special_ids(self) -> list[int]: ...
 
 
-def open_tokenizer(policy: "PolicySettings") -> Tokenizer:
+def open_tokenizer(policy: "PolicySettings", *, alone: bool = False) -> Tokenizer:
+    """Open the policy's tokenizer; ``alone``: in a process without models, which needs no torch. A folder's own code may."""
     setting, source = policy.tokenizer_source
     check_tokenizer(setting, source, for_messages=False)
-    with importing():
+    with importing(), without_torch() if alone and not policy.trust_remote_code else contextlib.nullcontext():
         from transformers import AutoTokenizer
 
     _log_as_we_do()
@@ -76,12 +78,6 @@ def open_tokenizer(policy: "PolicySettings") -> Tokenizer:
             f"could not load a tokenizer from {source!r} ({first_line(error)}): change {setting}"
         ) from error
     return tokenizer
-
-
-def only_tokenizers(policy: "PolicySettings") -> None:
-    """Call at the start of a process that loads tokenizers and no model. Code of the policy's folder may need torch."""
-    if not policy.trust_remote_code:
-        leave_out_torch()
 
 
 def special_tokens(tokenizer: Tokenizer) -> dict[int, str]:

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 
 _UNCOMPILED = "TORCHDYNAMO_DISABLE"
 """torch reads it at each call of ``torch.compile``."""
+_UNADVISED = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
+"""Of torch that is missing."""
 
 
 @contextlib.contextmanager
@@ -29,20 +31,33 @@ def importing() -> Iterator[None]:
 @contextlib.contextmanager
 def uncompiled() -> Iterator[None]:
     """Disable torch.compile in the body: its decorator alone imports torch's compiler, about two seconds of CPU."""
-    before = os.environ.get(_UNCOMPILED)
-    os.environ[_UNCOMPILED] = "1"
+    with _with_variable(_UNCOMPILED):
+        yield
+
+
+@contextlib.contextmanager
+def without_torch() -> Iterator[None]:
+    """Import transformers as if torch were not installed, which it then believes until the process ends: two of three seconds
+    of CPU and 350 MB, which tokenizers do not need. Without effect once either is imported. Others may import torch after it.
+    """
+    if {"torch", "transformers"} & sys.modules.keys():
+        yield
+        return
+    with _with_variable(_UNADVISED):
+        sys.modules["torch"] = None  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            del sys.modules["torch"]
+
+
+@contextlib.contextmanager
+def _with_variable(name: str) -> Iterator[None]:
+    before = os.environ.get(name)
+    os.environ[name] = "1"
     try:
         yield
     finally:
-        os.environ.pop(_UNCOMPILED)
+        os.environ.pop(name)
         if before is not None:
-            os.environ[_UNCOMPILED] = before
-
-
-def leave_out_torch() -> None:
-    """Import transformers without torch in this process from now on, as if it were not installed: two of three seconds of CPU
-    and 350 MB, which tokenizers do not need. Without effect once either is imported.
-    """
-    if not {"torch", "transformers"} & sys.modules.keys():
-        sys.modules["torch"] = None  # type: ignore[assignment]
-        os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"  # that only tokenizers work
+            os.environ[name] = before

@@ -241,6 +241,15 @@ async def test_no_replica_is_silent_while_the_bus_takes_no_heartbeat_nor_just_af
     assert await fleet.live(3, "coordinator-0", "reward-0") == {"reward-1": 6.0}
 
 
+async def test_a_heartbeat_is_not_new_because_a_replica_with_a_fast_clock_has_started(bus: Bus) -> None:
+    fleet = Fleet(bus)
+    fast = dataclasses.replace(beat("reward-1"), started_at_s=1e6)
+    await beat_once(bus, fast, 60.0)
+    await fleet.live(2, "coordinator-0", "reward-0")
+    await fleet.live(9, takes_writes=False)
+    assert fleet.replicas.bus_refuses_s() == 9.0
+
+
 async def test_a_silent_replica_stays_in_the_table_until_the_run_ends(bus: Bus, tmp_path: Path) -> None:
     await Ledger(bus).create()
     parts = make(bus, settings(tmp_path))

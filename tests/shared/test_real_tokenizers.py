@@ -46,7 +46,7 @@ def settings_of(folder: Path) -> Settings:
 
 
 def reader(settings: Settings, of: Any, monkeypatch: pytest.MonkeyPatch) -> Demonstrations:
-    monkeypatch.setattr(demonstrations, "open_tokenizer", lambda _: of)
+    monkeypatch.setattr(demonstrations, "open_tokenizer", lambda _, **__: of)
     reading = Demonstrations(settings)
     reading._vocabulary = 1 << 20
     reading._codec._vocabulary = 1 << 20

@@ -6,6 +6,7 @@ import logging
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -51,24 +52,33 @@ def test_processor_time_is_that_of_the_activity_that_spent_it() -> None:
     assert cpu_s["computing"] >= 0.2 > cpu_s["waiting"]
 
 
-ONLY_TOKENIZERS = """
+ALONE = """
 import json, sys
 from penstock.shared.model import tokenizer
 from penstock.shared.settings import Settings
 policy = Settings.model_validate({"policy": json.loads(sys.argv[1])}).policy
-tokenizer.only_tokenizers(policy)
-token_ids = tokenizer.open_tokenizer(policy)(sys.argv[2])["input_ids"]
-print(json.dumps([token_ids, any(name.startswith("torch.") for name in sys.modules)]))
+token_ids = tokenizer.open_tokenizer(policy, alone=True)(sys.argv[2])["input_ids"]
+has_torch = "torch" in sys.modules
+import datasets
+row = datasets.load_dataset(sys.argv[3], split="train", cache_dir=sys.argv[4])[0]
+print(json.dumps([token_ids, has_torch, row]))
 """
 
 
 @pytest.mark.parametrize("own_code", [False, True])
-def test_a_process_that_only_tokenizes_imports_torch_for_a_folders_own_code_alone(own_code: bool) -> None:
-    text, policy = "12+34=\n 5", {"model": str(ROOT / "examples/code/policy"), "trust_remote_code": own_code}
-    words = [sys.executable, "-c", ONLY_TOKENIZERS, json.dumps(policy), text]
+def test_a_tokenizer_alone_imports_torch_for_a_folders_own_code_alone_and_others_may(
+    tmp_path: Path, own_code: bool
+) -> None:
+    pytest.importorskip("datasets")  # which imports torch where it is loaded, to tell its objects from others
+    row = {"prompt": "12+34=\n 5"}
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows" / "train.jsonl").write_text(json.dumps(row))
+    policy = {"model": str(ROOT / "examples/code/policy"), "trust_remote_code": own_code}
+    folders = [str(tmp_path / "rows"), str(tmp_path / "cache")]
+    words = [sys.executable, "-c", ALONE, json.dumps(policy), row["prompt"], *folders]
     done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, check=True)
     here = open_tokenizer(Settings.model_validate({"policy": policy}).policy)
-    assert json.loads(done.stdout) == [here(text)["input_ids"], own_code]
+    assert json.loads(done.stdout) == [here(row["prompt"])["input_ids"], own_code, row]
     assert "PyTorch was not found" not in done.stderr
 
 

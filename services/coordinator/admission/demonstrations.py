@@ -166,7 +166,7 @@ class Demonstrations(CompletionColumns):
         vocabulary = {**config, **(text if isinstance(text, Mapping) else {})}.get("vocab_size")
         self._context = settings.rollout.max_model_len or own_context(config) or UNLIMITED
         limits = Limits(self._context, vocabulary if isinstance(vocabulary, int) else UNLIMITED)
-        self._tokenizer = open_tokenizer(settings.policy)
+        self._tokenizer = open_tokenizer(settings.policy, alone=True)
         self._codec = TokenizerCodec(self._tokenizer, limits, settings.data.chat_template, settings.reward)
         self._vocabulary, ends = limits.vocabulary, frozenset(stop_tokens(self._tokenizer))
         self._turns = Reader(self._codec, ends, self._tokenizer.eos_token_id, self._context)

@@ -36,10 +36,10 @@ class Replicas:
             self._counted_s += self._refused_s if self._refused_s <= self._longest_s else 0.0
             self._refused_s = 0.0
         self._newest |= {beat.replica: (beat, self._counted_s) for beat in new}
-        gone = await left(self._bus, sorted(self._newest.keys() - {beat.replica for beat in beats}))
-        self._newest = {
-            name: seen for name, seen in self._newest.items() if name not in gone and not is_replaced(seen[0], beats)
-        }
+        silent = self._newest.keys() - {beat.replica for beat in beats}
+        gone = await left(self._bus, sorted(silent))
+        gone |= {name for name in silent if is_replaced(self._newest[name][0], beats)}
+        self._newest = {name: seen for name, seen in self._newest.items() if name not in gone}
         return beats
 
     def bus_refuses_s(self) -> float | None:

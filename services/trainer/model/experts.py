@@ -127,8 +127,8 @@ class _Gather(torch.autograd.Function):
 def install(model: Any, ranks: int, zero_stage: int) -> None:
     """Compute the experts of ``model`` by groups, and keep this rank's of them, among ``ranks`` ranks; idempotent, collective.
 
-    With one rank those of families that are not in :data:`PROVEN` stay as they are. At ZeRO stage 3 each weight of them is
-    then divided among the ranks that have the same experts.
+    With one rank those of families that are not in :data:`PROVEN`, or of a folder's own code, stay as they are. At ZeRO
+    stage 3 each weight of them is then divided among the ranks that have the same experts.
 
     Raises:
         SettingsError: the model has no experts that are known to be divisible by ``ranks``.
@@ -138,7 +138,7 @@ def install(model: Any, ranks: int, zero_stage: int) -> None:
         return
     made: Any = _class
     if ranks == 1:
-        for module in mixtures if model.config.model_type in PROVEN else ():
+        for module in mixtures if _are_proven(model, mixtures) else ():
             module.__class__ = made(_Grouped, type(module))
         return
     if reason := _refusal(model, mixtures, ranks):
@@ -179,12 +179,18 @@ def check_division(model: nn.Module) -> None:
             )
 
 
+def _are_proven(model: Any, mixtures: list[Any]) -> bool:
+    own = any(not type(module).__module__.startswith("transformers.models.") for module in mixtures)
+    return model.config.model_type in PROVEN and not own
+
+
 def _refusal(model: Any, mixtures: list[Any], ranks: int) -> str:
     family = str(model.config.model_type)
     if not mixtures:
         return f"expected a mixture of experts with trainer.expert_parallel = {ranks}, found {family!r}"
-    if family not in PROVEN:
-        return f"trainer.expert_parallel = {ranks} is not tested with {family!r}, but with {', '.join(sorted(PROVEN))}"
+    if not _are_proven(model, mixtures):
+        code = f"a folder's own code of {family!r}" if family in PROVEN else repr(family)
+        return f"trainer.expert_parallel = {ranks} is not tested with {code}, but with {', '.join(sorted(PROVEN))}"
     for module in mixtures:
         sizes = {len(weight) for weight in module.parameters()}
         if sizes != {module.num_experts} or module.num_experts % ranks:

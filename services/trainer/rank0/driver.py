@@ -292,9 +292,8 @@ class Driver:
         # Both at once, and after the wait: the journal names the revision that the step was made with.
         learning_rate, self._branch.revision = self._live.settings.trainer.learning_rate, self._live.revision
         await self._intake.note_batch(batch)
-        if (
-            await self._ledger.status()
-        ).state in ENDED:  # after the note, as the coordinator reads that after the state
+        status = await self._ledger.status()  # after the note, as the coordinator reads that after the state
+        if status.state in ENDED:
             await self._decline()
             return
         self._context.status.state = "working"
@@ -341,6 +340,7 @@ class Driver:
         assert self._filling is not None
         await self._forget_experience(self._filling)
         await self._or_stop(asyncio.sleep(TURN_S))
+        await self._ask(Command(CommandKind.IDLE), Result)
 
     async def _held_out(self) -> tuple[bytes, ...]:
         """Return the demonstrations to evaluate with the next step: with the first, the last and every ``every_steps``."""

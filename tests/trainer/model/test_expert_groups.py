@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from penstock.services.trainer.model import experts
 from penstock.services.trainer.model.layers.gather import copies_there, sum_rows
 from penstock.services.trainer.model.routing.expert_groups import compute, groups_of, multiplied
+from penstock.shared.errors import SettingsError
 from penstock.shared.model.routes import mixtures_of
 from tests.support import expert_ranks, tiny
 from tests.support.tolerance import GRADIENT, gap
@@ -96,6 +97,21 @@ def test_a_family_that_is_not_proven_stays_as_it_is() -> None:
     model.experts, model.config = layer_of("qwen3_moe"), type("Config", (), {"model_type": "granitemoeshared"})
     experts.install(model, 1, 1)
     assert type(model.experts) is type(layer_of("qwen3_moe"))
+
+
+def test_experts_of_a_folders_own_code_stay_as_they_are() -> None:
+    model: Any = nn.Module()
+    model.experts, model.config = layer_of("qwen3_moe"), type("Config", (), {"model_type": "qwen3_moe"})
+
+    class Own(type(model.experts)):  # type: ignore[misc]
+        def forward(self, hidden_TD: Tensor, *_: Tensor) -> Tensor:
+            return 2 * hidden_TD
+
+    model.experts.__class__ = Own
+    experts.install(model, 1, 1)
+    assert type(model.experts) is Own
+    with pytest.raises(SettingsError, match="not tested with a folder's own code of 'qwen3_moe', but with"):
+        experts.install(model, 2, 1)
 
 
 def test_no_view_of_a_weight_is_kept_which_zero_stage_3_could_not_free() -> None:

@@ -392,12 +392,22 @@ async def test_weights_of_a_step_that_a_rollback_refused_are_not_saved_by_a_stop
     assert list(driven.root.rglob("*")) == []
 
 
-async def test_after_a_stop_no_step_begins_and_the_batch_is_left_to_the_coordinator(bus: Bus, tmp_path: Path) -> None:
+async def test_after_a_stop_no_step_begins_and_the_batch_is_left_to_the_coordinator_while_ranks_idle(
+    bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with after_a_step(bus, tmp_path) as (driven, both):
         await driven.ledger.transition(RunState.STOPPED, "enough", [RunState.RUNNING])
         await driven.feed(batch(1))
         await until(lambda: _has_taken_all(bus))
-        await asyncio.sleep(0.5)
+        kinds, send = list[CommandKind](), driven.mailbox.command
+
+        def note(command: Command) -> None:
+            kinds.append(command.kind)
+            send(command)
+
+        monkeypatch.setattr(driven.mailbox, "command", note)
+        await until(lambda: kinds.count(CommandKind.IDLE) > 1)  # one may have been due
+        assert set(kinds) == {CommandKind.IDLE}
         assert await drain(bus) == GROUPS
         await until(lambda: driven.driver._intake._held == {})
         driven.stop.set()
