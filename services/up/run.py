@@ -112,7 +112,9 @@ async def _go(
         _listen(supervisor, screen)
         async with asyncio.TaskGroup() as tasks:
             around = [
-                tasks.create_task(watch.run(lambda seen: _heed(supervisor, targets, acceptance, page, seen))),
+                tasks.create_task(
+                    watch.run(lambda seen: _heed(supervisor, targets, acceptance, page, run.folder, seen))
+                ),
                 tasks.create_task(_show(supervisor, watch, screen)),
                 tasks.create_task(targets.run()),
                 tasks.create_task(Room(run.folder, screen.tell, free_bytes).run()),
@@ -196,7 +198,7 @@ def _listen(supervisor: Supervisor, screen: Screen) -> None:
 
 
 def _heed(
-    supervisor: Supervisor, targets: Targets, acceptance: _Acceptance, page: _PageLink, seen: RunSnapshot
+    supervisor: Supervisor, targets: Targets, acceptance: _Acceptance, page: _PageLink, folder: Path, seen: RunSnapshot
 ) -> None:
     page.tell(seen.url)
     targets.update(seen.replicas.values())
@@ -205,8 +207,15 @@ def _heed(
             supervisor.mark_ready(replica.replica, replica.started_at_s)
     ended = seen.run is not None and seen.run.ended
     acceptance.look(ended=ended)
-    if ended:
+    if seen.run is not None and ended and not _owes_checkpoint(supervisor, folder, seen.run.step):
         supervisor.end(Ending(0))
+
+
+def _owes_checkpoint(supervisor: Supervisor, folder: Path, step: int) -> bool:
+    """Whether the last checkpoint of an ended run is missing and the trainer is being started, which writes it afterwards."""
+    starting = (ChildState.STARTING, ChildState.WAITING)
+    starts = any(child.plan.service == "trainer" and child.state in starting for child in supervisor.children)
+    return starts and step > 0 and not (folder / "checkpoints" / f"step-{step:06d}").is_dir()
 
 
 async def _show(supervisor: Supervisor, watch: Watch, screen: Screen) -> None:

@@ -1,13 +1,16 @@
 """A stopped run continues as what it was started with, and its time is that in which processes ran."""
 
 import asyncio
+import functools
 import json
+import signal
 import time
 from pathlib import Path
 
 import pytest
 
 from penstock.services.cli.__main__ import main
+from penstock.shared.bus.bus import Bus
 from penstock.shared.bus.stores.policy.ledger import Ledger, RunState
 from tests.chaos.run import left_behind, running
 from tests.conftest import PATIENCE_S, until
@@ -53,3 +56,29 @@ async def test_changed_data_are_refused_or_accepted_and_told_and_the_stop_is_no_
     assert status.first_admission_s is not None
     elapsed_s = status.last_commit_s - status.first_admission_s
     assert summary["training_s"] == pytest.approx(elapsed_s - status.paused_s, abs=1e-3)  # kept to 1e-6 s
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+async def test_a_run_that_is_stopped_while_its_trainer_starts_ends_with_its_checkpoint(tmp_path: Path) -> None:
+    flags = {"data.completion_field": "answer", "trainer.checkpoint_every_steps": 100_000}
+    async with running(tmp_path, flags=flags, command="sft") as run:
+        bus = await run.connect()
+        await run.more_steps(bus, 3)
+        killed = run.pid("trainer-0")
+        await run.until(functools.partial(run.send, "trainer-0", signal.SIGKILL))
+        await run.until(lambda: run.pid("trainer-0") != killed and run.send("trainer-0", signal.SIGSTOP))
+        await run.command("/v1/run/stop", {"reason": "enough"})
+        await run.until(lambda: _is_closed(bus))
+        step = (await Ledger(bus).status()).step
+        await bus.close()
+        await asyncio.sleep(2.0)
+        assert run.process.poll() is None, "the trainer has yet to write its checkpoint"
+        assert run.send("trainer-0", signal.SIGCONT)
+        assert await asyncio.to_thread(run.process.wait, PATIENCE_S) == 0, run.report()
+    assert (run.folder / "checkpoints" / f"step-{step:06d}").is_dir()
+    assert json.loads((run.folder / "summary.json").read_text())["missing"] == {}
+
+
+async def _is_closed(bus: Bus) -> bool:
+    return (await Ledger(bus).status()).closed
