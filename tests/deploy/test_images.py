@@ -52,11 +52,11 @@ LOCKS = DOCKER / "locks"
 PINNED = re.compile(r"[a-z0-9._-]+==[\w.!+]+( ; .+)?((?: +--hash=sha256:[0-9a-f]{64})+)", re.IGNORECASE)
 INSTALL = re.compile(r"/opt/penstock/bin/pip install (?P<words>[^&]+)")
 OPTIONAL = {
-    "coordinator": {"datasets"},
+    "coordinator": {"datasets", "tokenizers"},
     "trainer": {"triton", "flash_attn"},
-    "pod": {"datasets", "mlflow", "triton", "flash_attn"},
+    "pod": {"datasets", "mlflow", "tokenizers", "triton", "flash_attn"},
 }
-"""Missing `datasets` and `mlflow` are reported in a sentence, `flash_attn` is left out; `triton` comes with torch's CUDA wheels."""
+"""Missing `datasets` and `mlflow` are reported in a sentence, `flash_attn` is left out, and without `tokenizers` no prompt is measured; `triton` comes with torch's CUDA wheels."""
 COMPILED = """python -m compileall -q -j 0 "$(python -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')\""""
 """The base has no byte code, and its users may not write it."""
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
