@@ -5,6 +5,7 @@ import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
+from penstock.services.up.run_folder import has_checkpoint
 from penstock.shared.errors import PenstockError, SettingsError
 from penstock.shared.settings import Settings
 from penstock.shared.settings.section import Section
@@ -53,9 +54,7 @@ def check_steps_left(folder: Path, steps: int) -> None:
     if not (folder / "report.html").exists():
         return
     quoted = shlex.quote(str(folder))
-    if (
-        state == "stopped" and (folder / "checkpoints" / f"step-{made:06d}").is_dir()
-    ):  # else its trainer has yet to write it
+    if state == "stopped" and has_checkpoint(folder, made):  # else its trainer has yet to write it
         raise RunEnded(
             f"the run was stopped for good after {made} steps: to train on from its newest checkpoint, start another run "
             f"(penstock up CONFIG --from {quoted}); `penstock export {quoted}` writes its policy",

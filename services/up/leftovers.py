@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.services.up.prepare import Prepared
+from penstock.services.up.run_folder import has_checkpoint
 from penstock.services.up.supervisor import Ending
 from penstock.shared.errors import PenstockError
 from penstock.shared.files.durable import write_whole
@@ -50,11 +51,10 @@ def missing(folder: Path, settings: Settings, summary: dict[str, Any]) -> dict[s
         lacks.setdefault("policy", "see the trainer's log")
     elif "policy" in lacks and policy.is_file() and policy.stat().st_mtime >= (folder / "summary.json").stat().st_mtime:
         del lacks["policy"]  # written after the summary
-    checkpoint = f"step-{steps:06d}"
-    if not steps or (folder / "checkpoints" / checkpoint).is_dir():
+    if not steps or has_checkpoint(folder, steps):
         lacks.pop("checkpoint", None)
     else:
-        lacks.setdefault("checkpoint", f"checkpoints/{checkpoint} does not exist; see the trainer's log")
+        lacks.setdefault("checkpoint", f"checkpoints/step-{steps:06d} does not exist; see the trainer's log")
     return lacks | read_undelivered(folder, settings.tracking.sinks)
 
 

@@ -28,6 +28,10 @@ _SAME_START_S = 2.0
 _LEFTOVER_S = 10.0
 
 
+def has_checkpoint(folder: Path, step: int) -> bool:
+    return (folder / "checkpoints" / f"step-{step:06d}").is_dir()
+
+
 def new_run_id(config: Path) -> str:
     stem = "".join(
         letter if letter.isascii() and (letter.isalnum() or letter in "._-") else "-" for letter in config.stem

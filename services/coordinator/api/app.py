@@ -76,10 +76,8 @@ def make_routes(parts: Parts) -> FastAPI:
         redirect_slashes=False,  # a redirect would repeat the request's Host
     )
     routers = [run_routes(parts), record_routes(parts.rows, parts.trained, parts.folder)]
-    for routes in (settings_routes, operation_routes, policy_routes, service_routes, dead_letter_routes):
-        routers.append(routes(parts))
-    for routes in (event_routes, registry_routes, generate_routes, _health_routes):
-        routers.append(routes(parts))
+    more = (settings_routes, operation_routes, policy_routes, service_routes, dead_letter_routes)
+    routers += [routes(parts) for routes in (*more, event_routes, registry_routes, generate_routes, _health_routes)]
     use = functools.partial(use_once, parts.bus, seconds=math.ceil(PAGE_S))
     routers.append(page_routes(parts.access, parts.bus.keys.run_id, parts.folder, use))
     for router in routers:

@@ -293,8 +293,8 @@ class Lifecycle:
         drained_s = time.monotonic() + self._settings.bus.drain_s
         while time.monotonic() < until_s and await self._can_close(state):
             beats = [beat for beat in await heartbeats(self._bus) if beat.service == "trainer"]
-            told = all(beat.state != "working" and beat.seen_at_s > committed_at_s for beat in beats)
-            if told and not await self._ledger.is_in_step():
+            are_idle = all(beat.state != "working" and beat.seen_at_s > committed_at_s for beat in beats)
+            if are_idle and not await self._ledger.is_in_step():
                 return
             if time.monotonic() > drained_s and not any(beat.state == "working" for beat in beats):
                 return

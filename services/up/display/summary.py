@@ -38,12 +38,11 @@ def _figures(summary: dict[str, object]) -> str:
     if gpu_hours := _number(summary, "gpu_hours"):
         lines.append(f"GPU-hours           {view.number(gpu_hours, 1)}")
     counts = summary.get("counts")
-    dead = (
-        {name[5:]: count for name, count in counts.items() if name[:5] == "dead:"} if isinstance(counts, dict) else {}
-    )
-    if given_up := sum(dead.values()):
-        where = ", ".join(name for name, count in dead.items() if count)
-        lines.append(f"groups given up     {given_up} of {summary.get('groups_admitted')} (dead letters of {where})")
+    ended = counts.items() if isinstance(counts, dict) else ()
+    if dead := {name: count for name, count in ended if name.startswith("dead:") and count}:
+        where = ", ".join(name.removeprefix("dead:") for name in dead)
+        admitted = summary.get("groups_admitted")
+        lines.append(f"groups given up     {sum(dead.values())} of {admitted} (dead letters of {where})")
     return "\n".join(lines)
 
 

@@ -327,11 +327,11 @@ class Ledger(Policies):
         return int(trainer or 0), int(rollback or 0)
 
     async def note_batch(self, entries: Sequence[EntryId]) -> None:
-        """Record the batch about to be trained."""
+        """Record the batch about to be trained; empty: it is not trained."""
         await self._bus.write(TRYING, "SET", " ".join(entries))
 
     async def noted_batch(self) -> frozenset[str]:
-        """Return the previous trainer process's last batch."""
+        """Return the batch that is being trained, or that the previous trainer process died with."""
         return frozenset((await self._bus.get(TRYING) or b"").decode().split())
 
     async def is_in_step(self) -> bool:
