@@ -46,6 +46,11 @@ class Branch:
         epoch, rollback_epoch = await self._ledger.epochs()
         return epoch != self._epoch and epoch == rollback_epoch
 
+    async def has_successor(self) -> bool:
+        """Whether another trainer ended our epoch."""
+        epoch, rollback_epoch = await self._ledger.epochs()
+        return epoch not in (self._epoch, rollback_epoch)
+
     def is_ours(self, status: RunStatus, step: int) -> bool:
         """Whether ``status`` is of our epoch and as we left it after ``step`` steps."""
         return (status.trainer_epoch, status.step, status.newest_version) == (self._epoch, step, self.newest)

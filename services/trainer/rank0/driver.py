@@ -112,16 +112,22 @@ class Driver:
         finding = self._task(self._opening.find())  # while the model loads, to report damage early
         model = await self._result(results.ModelLoaded)
         self._intake.vocabulary, self._intake.context_tokens = model.vocabulary, model.context_tokens
-        while not self._context.stop.is_set():
-            if self._is_open:
-                await self._turn()
-                finding = finding if self._is_open else self._task(self._opening.find())
-            elif finding.done():
-                if await self._take_device():
-                    await self._open(finding.result())
-            else:
-                await self._or_stop(asyncio.wait([finding], timeout=TURN_S))
-                await self._ask(Command(CommandKind.WAIT), Result)
+        try:
+            while not self._context.stop.is_set():
+                if self._is_open:
+                    await self._turn()
+                    finding = finding if self._is_open else self._task(self._opening.find())
+                elif finding.done():
+                    if await self._take_device():
+                        await self._open(finding.result())
+                else:
+                    await self._or_stop(asyncio.wait([finding], timeout=TURN_S))
+                    await self._ask(Command(CommandKind.WAIT), Result)
+        except Fenced:
+            if not (self._context.stop.is_set() and await self._branch.has_successor()):
+                raise
+            log.info("another trainer has taken over while this one stops")
+            self._checkpoints.is_new = False  # the step is the other's to make
         self._context.status.state = "stopping"
         await self._checkpoint_at_stop()
         self.finished = (await self._ledger.status()).state in ENDED

@@ -610,6 +610,31 @@ async def test_without_a_checkpoint_a_trainer_whose_bus_was_emptied_ends_and_its
         assert (record.version, record.step) == (2, 0)
 
 
+@pytest.mark.parametrize("stops", [True, False])
+async def test_a_trainer_whose_place_is_taken_in_its_step_ends_well_only_if_it_was_told_to_stop(
+    bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stops: bool
+) -> None:
+    """As when an upgrade creates the new workload before it removes the old one."""
+    commit = Branch.commit
+
+    async def overtaken(branch: Branch, record: PolicyRecord, *rest: Any) -> bool:
+        if record.step == 2:
+            await Branch(bus).take_epoch()
+            if stops:
+                driven.context.stop.set()
+        return await commit(branch, record, *rest)
+
+    monkeypatch.setattr(Branch, "commit", overtaken)
+    async with after_a_step(bus, tmp_path) as (driven, both):
+        await driven.feed(batch(1))
+        of_driver, of_training = await both
+    assert [type(of_driver), type(of_training)] == ([type(None)] * 2 if stops else [Fenced] * 2)
+    assert not driven.driver.finished
+    assert local_store.find(driven.root) == [], "the other trainer makes the step, and its checkpoint"
+    assert await driven.step() == 1
+    assert await bus.length(EXPERIENCE) == GROUPS
+
+
 async def as_before(bus: Bus, saved: dict[bytes, bytes]) -> None:
     """As a server that comes back with older data."""
     await empty(bus)
