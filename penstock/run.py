@@ -1,5 +1,6 @@
 """One run from Python: start it, follow it, steer it."""
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -118,16 +119,16 @@ class Run:
             SettingsError: a setting is wrong.
             RunFailed: its processes ended.
         """
-        if self._alive() is None:
+        if self._look() is None:
             if not self.folder.parts:
                 raise Unreachable("the run is on another machine: start it there")
             if self._process is None or self._process.started:
                 self._process = UpProcess.of_folder(self.folder)
             self._process.start()
             self._wait_for_coordinator()
-        client = self._alive()
-        if client is not None and client.run().state == "created" and not self.settings.coordinator.autostart:
-            client.post("/v1/run/start", {"reason": ""})
+        seen = self._look()
+        if seen is not None and seen.state == "created" and not self.settings.coordinator.autostart:
+            self._coordinator().post("/v1/run/start", {"reason": ""})
         return self
 
     def close(self) -> None:
@@ -137,17 +138,18 @@ class Run:
         self._client = None
 
     def wait(self) -> RunView:
-        """Wait until the run has ended; return its last state. Raises RunFailed."""
-        seen = self.status()
+        """Wait until the run has ended; return its last state.
+
+        Raises:
+            RunFailed: the run's processes ended.
+            Unreachable: it neither runs nor has ended.
+        """
+        seen = self._look() or self._last() or self.status()
         while not seen.ended:
             time.sleep(_POLL_S)
-            try:
-                seen = self.status()
-            except Unreachable:
-                if state := self._final_state():
-                    seen = seen.model_copy(update={"state": state, "closed": True})
-                    break
+            if (newer := self._look() or self._last()) is None:
                 self._check_process()
+            seen = newer or seen
         if self._process is not None:
             self._process.wait()
         return seen
@@ -217,9 +219,8 @@ class Run:
         from penstock.services.cli import export
 
         folder = None if to is None else Path(to)
-        alive = self._alive()
-        if alive is not None:
-            return Path(export.ask(alive, version, folder, adapter=False)["folder"])
+        if self._look() is not None:
+            return Path(export.ask(self._coordinator(), version, folder, adapter=False)["folder"])
         return Path(export.make(self.folder, version, folder, adapter=False)["folder"])
 
     # ---------------------------------------------------------------- policies
@@ -245,17 +246,17 @@ class Run:
             self._client = CoordinatorClient(url, read_token(None, url, self.folder))
         return self._client
 
-    def _alive(self) -> CoordinatorClient | None:
+    def _look(self) -> RunView | None:
+        """Return the run's state, or None if no coordinator answers."""
         try:
-            self._coordinator().run()
+            return self._coordinator().run()
         except Unreachable:
             self._client = None if self.folder.parts else self._client
             return None
-        return self._client
 
     def _wait_for_coordinator(self) -> None:
         """Return once it answers, or the run has ended."""
-        while self._alive() is None and not (self._process is not None and self._process.has_ended):
+        while self._look() is None and not (self._process is not None and self._process.has_ended):
             time.sleep(_POLL_S)
         self._check_process()
 
@@ -263,21 +264,20 @@ class Run:
         if self._process is not None and (reason := self._process.failure()):
             raise RunFailed(reason)
 
-    def _final_state(self) -> str:
-        """Return how the run has ended, by its files, or ""."""
-        try:
+    def _last(self) -> RunView | None:
+        """Return the last state of a run that has ended, by its files."""
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             summary = json.loads((self.folder / "summary.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return ""
-        state = str(summary.get("state")) if isinstance(summary, dict) else ""
-        return state if state in ("finished", "stopped") else ""
+            step, steps = summary["steps"], self.settings.run.steps
+            seen = RunView(run_id=summary["run_id"], state=summary["state"], step=step, steps=steps)
+            return seen if seen.ended else None
+        return None
 
     def _ended(self) -> bool:
-        client = self._alive()
-        if client is not None:
-            return client.run().ended
+        if (seen := self._look()) is not None:
+            return seen.ended
         self._check_process()
-        return self._process is None or bool(self._final_state())
+        return self._process is None or self._last() is not None
 
     def _rows_after(self, last: tuple[int, int]) -> list[dict[str, Any]]:
         """Return reports of steps, oldest first: from the coordinator, or from the files of a run that has ended."""

@@ -18,6 +18,7 @@ import hypothesis
 import pydantic.v1  # noqa: F401 (FastAPI imports it late; pytest parses it, and CPython 3.11 fails if a finalizer runs meanwhile)
 import pytest
 
+from penstock.services.client import coordinator
 from penstock.services.reward.executor import program, zygote_process
 from penstock.services.reward.subprocess_pool import pool
 from penstock.shared.bus import embedded
@@ -108,6 +109,7 @@ def _patient_processes() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(pool, "START_WITHIN_S", PATIENCE_S)
         patched.setattr(pool, "PATIENCE", 1000)
+        patched.setattr(coordinator, "ANSWERS_WITHIN_S", PATIENCE_S)
         patched.setattr(client, "CONNECT_WITHIN_S", PATIENCE_S)
         patched.setattr(zygote_process, "START_WITHIN_S", PATIENCE_S)
         patched.setattr(program, "REACTS_WITHIN_S", PATIENCE_S)

@@ -22,7 +22,10 @@ from penstock.shared.peers import tickets
 
 TOKEN_FILE = "token"  # noqa: S105 (the name of a file)
 """Token file in the run's folder."""
-_TIMEOUT_S = 10.0
+ANSWERS_WITHIN_S = 30.0
+"""Of a command's request: a coordinator short of processor time answers late, and one that is gone refuses at once."""
+_WATCHED_S = 10.0
+"""The same where another request follows."""
 _GENERATE_S = 150.0
 _ANNOUNCED, _SETTINGS, _SUMMARY, _METRICS = "coordinator.json", "settings.toml", "summary.json", "metrics.jsonl"
 _TAIL_BYTES = 1 << 16
@@ -231,7 +234,7 @@ class CoordinatorClient:
         query: Mapping[str, str | int] | None = None,
         body: JsonObject | None = None,
         key: str = "",
-        timeout_s: float = _TIMEOUT_S,
+        timeout_s: float | None = None,
     ) -> Answer:
         headers = {**self._headers, "Idempotency-Key": key} if key else self._headers
         try:
@@ -241,7 +244,7 @@ class CoordinatorClient:
                 params=dict(query or {}),
                 json=body,
                 headers=headers,
-                timeout_s=timeout_s,
+                timeout_s=timeout_s or ANSWERS_WITHIN_S,
                 largest_bytes=_LARGEST_BYTES,
                 trust_env=False,
             )
@@ -256,7 +259,7 @@ class AsyncCoordinator:
     def __init__(self, url: str, token: str = "") -> None:
         self.url = url
         headers = {"Authorization": f"Bearer {token}"} if token else {}
-        self._client = HttpClient(headers=headers, timeout_s=_TIMEOUT_S, trust_env=False)
+        self._client = HttpClient(headers=headers, timeout_s=_WATCHED_S, trust_env=False)
 
     async def run(self) -> RunView:
         return _read(await self._get("/v1/run"), RunView)

@@ -17,7 +17,7 @@ import torch
 from penstock.shared.bus.bus import Bus
 from penstock.shared.bus.stores.replicas.heartbeats import heartbeats
 from tests.chaos.run import Run
-from tests.conftest import until
+from tests.conftest import PATIENCE_S, until
 from tests.support.guessing import KEYS
 from tests.support.stormy_agent import living_hosts, played
 
@@ -120,7 +120,7 @@ class EpisodeFaults:
             return bool(url)
 
         await self._run.until(serves)
-        async with httpx.AsyncClient(trust_env=False) as client:
+        async with httpx.AsyncClient(timeout=PATIENCE_S, trust_env=False) as client:
             for key in sorted(keys)[-50:]:
                 answer = await client.get(f"{url}/models", headers={"authorization": f"Bearer {key}"})
                 assert answer.status_code == 401, f"a dead gateway's key is answered by {answer.status_code}"
@@ -169,7 +169,7 @@ class EpisodeFaults:
     async def _redrawn(self) -> float:
         """Return how many turns were drawn again because a replica left, in the gateways that run."""
         total = 0.0
-        async with httpx.AsyncClient(trust_env=False) as client:
+        async with httpx.AsyncClient(timeout=PATIENCE_S, trust_env=False) as client:
             for beat in await heartbeats(self._bus):
                 if beat.service == "episodes":
                     text = (await client.get(f"http://{beat.address}/metrics")).text

@@ -157,7 +157,7 @@ class Coordinators:
                 url = json.loads((self._run / "coordinator.json").read_text())["url"]
                 token = (self._run / "token").read_text().strip() if (self._run / "token").exists() else ""
                 headers = {"Authorization": f"Bearer {token}"} if token else {}
-                async with httpx.AsyncClient(base_url=url, headers=headers, timeout=10.0) as client:
+                async with httpx.AsyncClient(base_url=url, headers=headers, timeout=PATIENCE_S) as client:
                     answer = await client.post(path, json=body)
                 return answer.is_success or answer.status_code == 409
             return False

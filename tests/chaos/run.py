@@ -201,8 +201,8 @@ class Run:
         with contextlib.suppress(OSError, ValueError, httpx.HTTPError):
             url = json.loads(announced.read_text())["url"]
             sent = {"Authorization": f"Bearer {read_token(token if token.exists() else None)}", **(headers or {})}
-            # plain HTTP: an SSL context would cost 40 ms
-            async with httpx.AsyncClient(base_url=url, timeout=10.0, trust_env=False, verify=False) as client:
+            # plain HTTP: an SSL context would cost 40 ms; patient: a command that is repeated may be obeyed twice
+            async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S, trust_env=False, verify=False) as client:
                 answer = await client.request(method, path, json=body, headers=sent)
             self._answered = f"{method} {path}: {answer.status_code} {answer.text[:500]}"
             return answer

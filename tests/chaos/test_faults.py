@@ -301,4 +301,4 @@ async def test_a_rollback_mends_what_the_learning_rate_broke_and_one_that_fails_
 
 async def _is_live(run: Run) -> bool:
     answer = await run.ask("GET", "/v1/operations")
-    return answer is not None and answer.json()["items"][0]["state"] == "succeeded"
+    return answer is not None and answer.is_success and answer.json()["items"][0]["state"] == "succeeded"

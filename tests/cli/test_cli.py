@@ -234,6 +234,15 @@ def test_nobody_there_is_one_sentence(tmp_path: Path) -> None:
         assert len(shown.stderr.splitlines()) == 1
 
 
+def test_a_coordinator_that_is_silent_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.services.client.coordinator.ANSWERS_WITHIN_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        shown = penstock("pause", "--url", f"http://127.0.0.1:{silent.getsockname()[1]}")
+    assert shown.returncode == 1
+    assert "(there was no answer within 0.2 s)" in shown.stderr
+    assert len(shown.stderr.splitlines()) == 1
+
+
 @pytest.mark.usefixtures("served_once")
 def test_a_run_that_has_ended_is_shown_from_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "settings.toml").write_text("run.steps = 6")

@@ -186,7 +186,7 @@ async def test_pods_keep_payloads_on_volumes_of_their_own_with_a_copy_on_another
             pod = made.pods[role]
             assert nodes[pod.name] == f"node-of-{pod.name}"
             assert list((pod.folder / "shelf" / pod.name).iterdir()), "its own payloads, or copies"
-            async with httpx.AsyncClient(trust_env=False) as http:
+            async with httpx.AsyncClient(timeout=PATIENCE_S, trust_env=False) as http:
                 metrics = (await http.get(f"http://{pod.address}:9400/metrics")).text
             assert float(re.findall(r'(?m)^penstock_shelf_payloads_total\{outcome="shelved"\} (.+)$', metrics)[0]) > 0
             assert 'penstock_shelf_payloads_total{outcome="same_host"} 0.0' in metrics

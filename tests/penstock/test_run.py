@@ -81,6 +81,35 @@ def test_a_run_that_is_not_running_says_so(folder: Path) -> None:
         penstock.Run.open(folder).pause()
 
 
+def test_a_run_whose_coordinator_leaves_once_it_has_said_the_end_has_ended(folder: Path) -> None:
+    recorded(folder, 1, 2)
+    ended = {"run_id": "mine", "state": "finished", "step": 2, "steps": 2, "closed": True}
+    answers = [json.dumps(ended).encode()]
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            if answers:
+                self.send_response(200)
+                self.end_headers()
+                self.wfile.write(answers.pop())
+
+        def log_message(self, *_: object) -> None:
+            """Print nothing."""
+
+    with served(Handler) as url:
+        (folder / "coordinator.json").write_text(json.dumps({"url": url}))
+        assert [step.step for step in penstock.Run.open(folder).steps()] == [1, 2]
+
+
+def test_the_wait_for_a_run_that_has_ended_is_over_and_one_for_an_interrupted_run_says_so(folder: Path) -> None:
+    (folder / "summary.json").write_text(json.dumps({"run_id": "mine", "state": "stopped", "steps": 2}))
+    seen = penstock.Run.open(folder).wait()
+    assert (seen.run_id, seen.state, seen.step, seen.ended) == ("mine", "stopped", 2, True)
+    (folder / "summary.json").write_text(json.dumps({"run_id": "mine", "state": "finished", "steps": 2}))
+    with pytest.raises(penstock.PenstockError, match="it is starting, or was interrupted"):  # it is being extended
+        penstock.Run.open(folder).wait()
+
+
 def test_steps_and_answers_are_those_of_the_api(folder: Path) -> None:
     asked: list[Any] = []
     rows = [{"id": f"{n}-0", "step": n, "version": n, **METRICS, "metrics": {"reward_mean": n / 2}} for n in (1, 2, 3)]

@@ -8,13 +8,16 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
+from prometheus_client import REGISTRY
 
 from penstock.services.reward.scorers.answer.scorer import COMMAND
 from penstock.services.reward.subprocess_pool import pool as processes
-from penstock.services.reward.subprocess_pool.pool import Crashed, NotReady, Overdue, Processes, Share
+from penstock.services.reward.subprocess_pool.pool import Crashed, NotReady, Overdue, Processes, Share, _Place
+from penstock.services.up.process_tree import is_alive
 from penstock.shared.errors import TemporaryError
 from tests.conftest import PATIENCE_S, until
 
@@ -36,6 +39,7 @@ for line in sys.stdin:
         print(json.dumps({"pid": os.getpid(), "environment": sorted(os.environ)}), flush=True)
 """
 LONG_S = PATIENCE_S
+RESTARTS = "penstock_reward_process_restarts_total"
 
 
 @pytest.fixture
@@ -53,10 +57,9 @@ async def test_a_late_process_is_killed_and_a_fresh_one_answers_the_next_questio
     with pytest.raises(Overdue, match=r"no answer within 0\.3 s"):
         await pool.ask({"do": "hang", "seen": str(seen)}, 0.3)
     answer = await pool.ask({"do": "answer", "seen": str(tmp_path / "other")}, LONG_S)
-    if seen.exists():  # it may have been killed before it read the question
-        late = int(seen.read_text())
-        assert answer["pid"] != late
-        assert not psutil.pid_exists(late)
+    if seen.exists() and (late := seen.read_text()):  # it may have been killed before it read the question
+        assert answer["pid"] != int(late)
+        assert not psutil.pid_exists(int(late))
 
 
 async def test_a_question_that_finds_its_process_dead_is_asked_again(pool: Processes, tmp_path: Path) -> None:
@@ -68,9 +71,15 @@ async def test_a_question_that_finds_its_process_dead_is_asked_again(pool: Proce
     assert (await asking)["pid"] != killed
 
 
+def _overdue() -> float:
+    """Return how many questions have run into their deadline."""
+    return REGISTRY.get_sample_value(RESTARTS, {"scorer": "stub", "reason": "overdue"}) or 0.0
+
+
 async def test_questions_that_run_into_their_deadline_delay_those_of_others_by_one(
-    pool: Processes, tmp_path: Path
+    pool: Processes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(processes, "time", SimpleNamespace(monotonic=_overdue))  # others take no time on this clock
     ended = list[str]()
 
     async def ask(share: Share, name: str, do: str, timeout_s: float) -> None:
@@ -86,6 +95,24 @@ async def test_questions_that_run_into_their_deadline_delay_those_of_others_by_o
         for _ in range(2):
             asking.create_task(ask(honest, "honest", "answer", LONG_S))
     assert ended == ["hostile", "honest", "honest", "hostile", "hostile"]
+
+
+async def test_the_start_of_a_process_is_no_time_of_the_question_that_waits_for_it(
+    pool: Processes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s, fill = 0.0, _Place.fill
+
+    async def slow(place: _Place) -> None:
+        nonlocal now_s
+        now_s += 0.0 if place.alive else 100.0
+        await fill(place)
+
+    monkeypatch.setattr(_Place, "fill", slow)
+    monkeypatch.setattr(processes, "time", SimpleNamespace(monotonic=lambda: now_s))
+    with pytest.raises(Overdue):
+        await pool.ask({"do": "hang", "seen": str(tmp_path / "seen")}, 0.3)
+    await pool.ask({"do": "answer", "seen": str(tmp_path / "seen")}, LONG_S, honest := Share())
+    assert (now_s, honest.used_s) == (100.0, 0.0)
 
 
 async def test_an_asker_that_leaves_the_queue_keeps_no_process(pool: Processes, tmp_path: Path) -> None:
@@ -230,7 +257,7 @@ async def test_a_matcher_that_computes_for_ever_dies_with_its_service() -> None:
     parent.kill()
     parent.wait(PATIENCE_S)
     parent.stdout.close()
-    await until(lambda: not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE)
+    await until(lambda: not is_alive(child))
 
 
 async def test_an_answer_that_came_with_a_cancellation_is_nobody_elses(pool: Processes, tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ class Running:
 
 
 def arguments(address: str, *more: str) -> list[str]:
-    return [sys.executable, "-m", "penstock.services.reward.executor", "--reward.executor.address", address, *more]
+    return [sys.executable, "-m", "tests.support.patient_executor", "--reward.executor.address", address, *more]
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from penstock.services.trainer import launcher, rank_group
+from penstock.services.up.process_tree import is_alive
 from penstock.shared.settings import TrainerSettings
 from tests.conftest import PATIENCE_S, until
 
@@ -58,7 +59,7 @@ def host(tmp_path: Path) -> Iterator[Host]:
 
 
 def gone(processes: list[psutil.Process]) -> bool:
-    return not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in processes)
+    return not any(is_alive(process.pid) for process in processes)
 
 
 async def test_a_rank_that_is_killed_takes_the_others_with_it(host: Host) -> None:

@@ -181,4 +181,4 @@ async def test_a_supervised_run_is_rolled_back_and_its_groups_still_add_up(tmp_p
 
 async def _lives(run: Run) -> bool:
     seen = await run.ask("GET", "/v1/operations")
-    return seen is not None and any(item["state"] == "succeeded" for item in seen.json()["items"])
+    return seen is not None and seen.is_success and any(item["state"] == "succeeded" for item in seen.json()["items"])

@@ -20,6 +20,7 @@ from penstock.services.up.display.view import duration, spark
 from penstock.services.up.plan import services
 from penstock.services.up.prepare import prepare
 from penstock.services.up.process import Restarts, how
+from penstock.services.up.process_tree import is_alive
 from penstock.shared.bus import embedded
 from penstock.shared.bus.bus import Bus
 from penstock.shared.errors import SettingsError
@@ -147,7 +148,7 @@ def up(tmp_path: Path) -> Iterator[Up]:
 
 
 def gone(*pids: int) -> bool:
-    return not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids)
+    return not any(map(is_alive, pids))
 
 
 async def test_a_killed_process_comes_back_and_so_does_the_bus_with_its_data(up: Up) -> None:
@@ -243,7 +244,7 @@ async def test_what_a_dead_process_left_behind_is_ended(up: Up) -> None:
     )
     up.start()
     ranks = up.run_folder / "rank.txt"
-    await until(lambda: up.ready("trainer-0") and ranks.exists())
+    await until(lambda: up.ready("trainer-0") and ranks.exists() and ranks.read_text())
     orphan = int(ranks.read_text().split()[0])
     os.kill(up.pid("trainer-0"), signal.SIGKILL)
     await until(lambda: gone(orphan))

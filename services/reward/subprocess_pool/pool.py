@@ -235,6 +235,8 @@ class Processes:
             if place.worn and place.alive:
                 self._replaced("worn")
                 await place.empty()
+            await place.fill()  # which another's question has made necessary
+            started_s = time.monotonic()
             yield place
         finally:
             self._waiting.pop(granted, None)

@@ -479,7 +479,8 @@ class Driver:
 
     async def _checkpoint_at_stop(self) -> None:
         await self._checkpoints.written()
-        if await self._checkpoints.fits_into_stop(self._step):
+        ended = (await self._ledger.status()).state in ENDED  # no resume replays its journal
+        if ended or await self._checkpoints.fits_into_stop(self._step):
             await self._checkpoint_new()
             await self._checkpoints.written()
 

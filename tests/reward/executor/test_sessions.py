@@ -101,8 +101,7 @@ async def test_a_cell_that_ends_its_session_is_told_and_the_next_one_begins_anew
     async with client.session("stdlib", Limits(wall_s=1.0, cpu_s=60.0)) as session:
         await session.run("x = 7")
         ran = await session.run(code)
-        assert ran.outcome is outcome
-        assert ran.detail in (detail, "did not end within 10 s"), "on a busy machine"
+        assert (ran.outcome, ran.detail) == (outcome, detail)
         assert ran.exit_status is not None
         assert "NameError" in (await session.run("x")).stdout
         assert (await session.run("x = 8\nx")).stdout == "8\n"

@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-import psutil
 import pytest
 import pytest_asyncio
 
@@ -14,6 +13,7 @@ from penstock.services.reward.scorers.function.function_call import as_result, l
 from penstock.services.reward.scorers.function.scorer import FunctionScorer
 from penstock.services.reward.scorers.scorer import Result
 from penstock.services.reward.scoring import Scoring
+from penstock.services.up.process_tree import is_alive
 from penstock.shared.backoff import Backoff
 from penstock.shared.bus.messages import Score, ScoreStatus
 from penstock.shared.errors import SettingsError
@@ -125,9 +125,10 @@ async def test_a_late_function_is_killed_with_what_it_started_and_the_next_sampl
     late, well = await strict.score(builders.group(0, (f"hang {tmp_path}", "46")))
     assert late == Score("python", ScoreStatus.TIMEOUT, 0.0, f"no answer within 2 s (timeout_s) from {FUNCTIONS}:score")
     assert well.value == 1.0
-    if (tmp_path / "child").exists():  # it may have been killed before it wrote this
-        child = int((tmp_path / "child").read_text())
-        await until(lambda: not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE)
+    if (child := tmp_path / "child").exists() and (
+        pid := child.read_text()
+    ):  # it may have been killed before it wrote this
+        await until(lambda: not is_alive(int(pid)))
 
 
 async def test_the_function_sees_no_variable_but_those_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:

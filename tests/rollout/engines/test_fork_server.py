@@ -6,9 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import psutil
 import pytest
 
+from penstock.services.up.process_tree import is_alive
 from tests.conftest import need_module, until
 
 _ROOT = Path(__file__).parents[3]
@@ -49,10 +49,6 @@ if __name__ == "__main__":
 """
 
 
-def _runs(pid: int) -> bool:
-    return psutil.pid_exists(pid) and bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
-
-
 @pytest.mark.asyncio
 async def test_a_forked_process_has_the_servers_modules_and_the_starts_environment_and_ends_with_who_started_it(
     tmp_path: Path,
@@ -70,7 +66,7 @@ async def test_a_forked_process_has_the_servers_modules_and_the_starts_environme
         (server,) = {int(words[5]) for words in said}
         assert server != process.pid
         for pid in (server, *(int(words[4]) for words in said)):
-            await until(lambda pid=pid: not _runs(pid))
+            await until(lambda pid=pid: not is_alive(pid))
 
 
 def test_a_call_runs_in_a_forked_process_and_returns_its_result_or_error(tmp_path: Path) -> None:

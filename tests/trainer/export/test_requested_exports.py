@@ -27,6 +27,7 @@ from penstock.services.trainer.export.exporter import Exporter
 from penstock.services.trainer.rank0.driver import Driver
 from penstock.services.trainer.rank0.mailbox.queues import Mailbox
 from penstock.services.trainer.rank0.mailbox.results import Saved
+from penstock.services.up.process_tree import is_alive
 from penstock.shared.bus.bus import Bus
 from penstock.shared.bus.messages import Event, PolicyVersion
 from penstock.shared.bus.stores.policy.exports import Exports
@@ -160,7 +161,7 @@ async def test_an_export_whose_trainer_is_killed_is_done_again_by_the_next_and_a
     (child,) = seen
     first.kill()
     first.wait(PATIENCE_S)
-    await until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
+    await until(lambda: not is_alive(child.pid))
     async with trainer(bus, run):
         done = await ended(http)
         folder = run.settings.run_folder / "exports" / "v000001"

@@ -354,11 +354,14 @@ async def test_gradients_that_are_rounded_are_reported_once_with_the_steps_micro
     assert (await driven.events()).count("gradients are rounded") == 1
 
 
-@pytest.mark.parametrize(("last_s", "saved"), [(21.0, []), (19.0, [1])])
-async def test_a_checkpoint_that_a_stop_has_no_time_for_is_not_begun_and_the_journal_is_replayed(
-    bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last_s: float, saved: list[int]
+@pytest.mark.parametrize(("ended", "last_s", "saved"), [(False, 21.0, []), (False, 19.0, [1]), (True, 21.0, [1])])
+async def test_a_checkpoint_that_a_stop_has_no_time_for_is_not_begun_unless_the_run_has_ended(
+    bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: bool, last_s: float, saved: list[int]
 ) -> None:
+    """Else a resume replays the journal."""
     async with after_a_step(bus, tmp_path) as (driven, both):
+        if ended:
+            await driven.ledger.transition(RunState.STOPPED, "enough", [RunState.RUNNING])
         monkeypatch.setattr("penstock.services.trainer.rank0.checkpoints.seconds_left", lambda: 30.0)
         driven.driver._checkpoints.last_s = last_s
         driven.stop.set()
