@@ -210,6 +210,9 @@ class Ledger(Policies):
     async def status(self) -> RunStatus:
         return read_status(await self._bus.hgetall(RUN))
 
+    async def state(self) -> RunState:
+        return RunState((await self._bus.hget(RUN, "state") or b"created").decode())
+
     async def is_known(self) -> bool:
         """Whether the bus knows a committed step; not if it lost its data."""
         return await self._bus.hget(RUN, "step") is not None
