@@ -48,23 +48,23 @@ def check_steps_left(folder: Path, steps: int) -> None:
     """Raise RunEnded if the run was stopped for good, or has finished ``steps`` steps, and nothing is left to be written."""
     try:
         summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-        state, made = str(summary["state"]), int(summary["steps"])
+        state, made, why = str(summary["state"]), int(summary["steps"]), str(summary["reason"])
     except (OSError, ValueError, KeyError, TypeError):
         return
     if not (folder / "report.html").exists():
         return
     quoted = shlex.quote(str(folder))
     if state == "stopped" and has_checkpoint(folder, made):  # else its trainer has yet to write it
-        raise RunEnded(
-            f"the run was stopped for good after {made} steps: to train on from its newest checkpoint, start another run "
-            f"(penstock up CONFIG --from {quoted}); `penstock export {quoted}` writes its policy",
-            folder,
-        )
+        how = "nothing was trained: start another run (penstock up CONFIG)"
+        if made:
+            how = (
+                f"to train on from its newest checkpoint, start another run (penstock up CONFIG --from {quoted}); "
+                f"`penstock export {quoted}` writes its policy"
+            )
+        raise RunEnded(f"the run was stopped for good after {made} steps ({why}): {how}", folder)
     if state == "finished" and made >= steps:
-        raise RunEnded(
-            f"the run has finished its {made} steps: to extend it, give a larger number, such as --run.steps {2 * made}",
-            folder,
-        )
+        how = f"to extend it, give a larger number, such as --run.steps {2 * made}"
+        raise RunEnded(f"the run has finished its {made} steps: {how}", folder)
 
 
 def value_of(settings: Settings, key: str) -> object:

@@ -51,7 +51,7 @@ def missing(folder: Path, settings: Settings, summary: dict[str, Any]) -> dict[s
         lacks.setdefault("policy", "see the trainer's log")
     elif "policy" in lacks and policy.is_file() and policy.stat().st_mtime >= (folder / "summary.json").stat().st_mtime:
         del lacks["policy"]  # written after the summary
-    if not steps or has_checkpoint(folder, steps):
+    if has_checkpoint(folder, steps):
         lacks.pop("checkpoint", None)
     else:
         lacks.setdefault("checkpoint", f"checkpoints/step-{steps:06d} does not exist; see the trainer's log")

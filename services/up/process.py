@@ -116,6 +116,10 @@ class Child:
         """How long it may take to stop; what is not ready has no work to finish or give back."""
         return self.plan.stop_s if self._is_ready else min(_UNREADY_STOP_S, self.plan.stop_s)
 
+    def drop_work(self) -> None:
+        """Do not wait for its work, which nothing can take back, when it is stopped."""
+        self._is_ready = False
+
     def deaths_at(self, step: int) -> int:
         """Return the number of its own deaths in a row since ``step``, each after a short life."""
         return self._deaths if self._deaths_at == step else 0

@@ -215,7 +215,7 @@ def _owes_checkpoint(supervisor: Supervisor, folder: Path, step: int) -> bool:
     """Whether the last checkpoint of an ended run is missing and the trainer is being started, which writes it afterwards."""
     starting = (ChildState.STARTING, ChildState.WAITING)
     starts = any(child.plan.service == "trainer" and child.state in starting for child in supervisor.children)
-    return starts and step > 0 and not run_folder.has_checkpoint(folder, step)
+    return starts and not run_folder.has_checkpoint(folder, step)
 
 
 async def _show(supervisor: Supervisor, watch: Watch, screen: Screen) -> None:

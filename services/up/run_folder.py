@@ -29,7 +29,8 @@ _LEFTOVER_S = 10.0
 
 
 def has_checkpoint(folder: Path, step: int) -> bool:
-    return (folder / "checkpoints" / f"step-{step:06d}").is_dir()
+    """Whether the checkpoint after ``step`` exists; before the first step there is nothing to save."""
+    return step == 0 or (folder / "checkpoints" / f"step-{step:06d}").is_dir()
 
 
 def new_run_id(config: Path) -> str:

@@ -149,15 +149,15 @@ class Supervisor:
             return STOP_ORDER_ENDED
         if not any(child.plan.service == VALKEY for child in self.children):
             return STOP_ORDER
-        if self._ending is not None and self._ending.code == TERMINATED:
-            return STOP_ORDER_AT_ONCE
-        if not (full := no_space(self._run_folder)):
-            return STOP_ORDER
-        self._tell(
-            f"{full}, so that the bus takes no work back and no checkpoint can be "
-            "written: all processes stop at the same time, and the resumed run does their work again"
-        )
-        return STOP_ORDER_AT_ONCE
+        if full := no_space(self._run_folder):
+            self._tell(
+                f"{full}, so that the bus takes no work back and no checkpoint can be "
+                "written: all processes stop at the same time, and the resumed run does their work again"
+            )
+            for child in (child for child in self.children if child.plan.service != VALKEY):
+                child.drop_work()
+        is_terminated = self._ending is not None and self._ending.code == TERMINATED
+        return STOP_ORDER_AT_ONCE if full or is_terminated else STOP_ORDER
 
     def _tell_what_is_waited_for(self, children: Sequence[Child]) -> None:
         longest_s = max(child.stop_s for child in children)

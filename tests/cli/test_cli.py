@@ -415,6 +415,16 @@ def test_before_its_first_step_a_run_shows_what_is_in_flight_and_no_speed_of_0()
     assert view.row_of(replica.model_copy(update={"last_error": "no source"})).note == "no source"
 
 
+def test_a_paused_run_shows_why_in_place_of_the_speed_of_its_last_step() -> None:
+    paused = {"state": "paused", "reason": "on request: lunch", "tokens_per_s": 0.0, "eta_s": None, "notices": []}
+    run = RunView.model_validate(RUN | paused)
+    assert view.line(run).endswith("  lag 0.75  on request: lunch")
+    file = io.StringIO()
+    Console(width=120, file=file).print(view.screen("a-run", run, []))
+    assert "– tokens/s  – samples/s  for" in file.getvalue()
+    assert "paused  on request: lunch" in file.getvalue()
+
+
 def test_a_supervised_run_shows_its_loss_and_how_many_pairs_it_orders() -> None:
     supervised = RunView.model_validate(RUN | {"last": {"loss": 0.576, "preference_accuracy": 0.75, "lag_mean": 1.0}})
     assert "  loss 0.576  pairs ordered 75%  held-out 0.745  " in view.line(supervised)

@@ -15,7 +15,7 @@ from penstock.services.client.views import Notice, ReplicaView, RunView, StreamD
 from penstock.services.coordinator.api.app import make_app
 from penstock.services.coordinator.evaluation.results import Evaluation
 from penstock.services.coordinator.run.notices import compose, notice, silent
-from penstock.services.coordinator.run.replicas import Replicas, is_replaced
+from penstock.services.coordinator.run.replicas import Replicas
 from penstock.services.coordinator.schemas.run import GuardView
 from penstock.services.up.display import screen, view
 from penstock.services.up.display.screen import PlainDisplay
@@ -181,16 +181,13 @@ def test_plain_lines_come_less_and_less_often_without_a_step_and_not_without_new
     assert watch(12, answers=True, steps=1) == [0, 5, 10]
 
 
-def test_a_replica_is_silent_until_another_of_its_service_has_started_after_it() -> None:
+def test_a_silent_replica_is_reported_until_the_run_ends() -> None:
     dead = dataclasses.replace(beat("reward-a"), seen_at_s=100.0)
     (told,) = silent([(dead, 7.4)], None, status(RunState.RUNNING))
     assert told.text == (
         "reward-a has sent no heartbeat for 7 s: process 1 on h is frozen, has died, or does not reach the bus"
     )
     assert silent([(dead, 7.4)], None, status(RunState.FINISHED)) == []
-    older, newer = (dataclasses.replace(beat("reward-b"), started_at_s=at_s) for at_s in (99.0, 101.0))
-    other = dataclasses.replace(beat("rollout-0"), service="rollout", started_at_s=101.0)
-    assert [is_replaced(dead, [each]) for each in (older, newer, other)] == [False, True, False]
 
 
 class Fleet:
@@ -223,6 +220,19 @@ async def test_replicas_that_left_in_order_are_not_silent_and_those_that_ceased_
     assert await fleet.live(4, "coordinator-0") == {}
     assert await fleet.live(3, "coordinator-0") == {"reward-2": 7.0}
     assert await fleet.live(1, "coordinator-0", "reward-2") == {}
+
+
+@pytest.mark.parametrize("host_s", [-1e6, 1e6])
+async def test_a_replica_is_silent_until_another_of_its_service_joins_whatever_the_clock_of_its_host_says(
+    bus: Bus, host_s: float
+) -> None:
+    fleet = Fleet(bus)
+    await beat_once(bus, dataclasses.replace(beat("reward-a"), seen_at_s=host_s), 60.0)
+    await fleet.live(2, "coordinator-0", "reward-b")
+    await fleet.expire("reward-a")
+    assert await fleet.live(6, "coordinator-0", "reward-b") == {"reward-a": 7.0}
+    assert await fleet.live(1, "coordinator-0", "reward-b", "rollout-0") == {"reward-a": 8.0}
+    assert await fleet.live(1, "coordinator-0", "reward-b", "reward-c") == {}
 
 
 async def test_no_replica_is_silent_while_the_bus_takes_no_heartbeat_nor_just_after(bus: Bus) -> None:

@@ -13,7 +13,7 @@ from penstock.shared.bus.bus import Bus
 from penstock.shared.bus.keys import RUN
 from penstock.shared.bus.stores.policy.ledger import Ledger, RunState
 from penstock.shared.bus.stores.replicas.heartbeats import Heartbeat, beat_once, count_start, note_told
-from tests.coordinator.records.test_recorder import STATUS
+from tests.coordinator.records.test_recorder import STATUS, commit_group
 from tests.support.raw_redis import empty
 
 BEGUN_S, STOPPED_S, HOUR_S, STEPS = 1000.0, 2000.0, 3600.0, 50
@@ -87,6 +87,60 @@ async def test_a_stop_while_a_run_does_not_train_is_not_counted_twice(bus: Bus, 
     await clock.resume(STOPPED_S + HOUR_S, STOPPED_S + HOUR_S)
     assert await training_s(bus, STOPPED_S + HOUR_S) == 997.0
     assert (await Ledger(bus).status()).paused_s == 0.0
+
+
+@pytest.mark.parametrize(
+    ("left", "since_s", "states", "expected_s"),
+    [
+        (RunState.PAUSED, STOPPED_S - 1, [RunState.RUNNING, RunState.STOPPED], 997.0),
+        (RunState.PAUSED, STOPPED_S - 1, [RunState.STOPPED], 997.0),
+        (RunState.PAUSED, STOPPED_S - 9, [RunState.RUNNING, RunState.STOPPED], 991.0),  # the last step was made in it
+        (RunState.PAUSED, STOPPED_S - 9, [RunState.STOPPED], 991.0),
+        (RunState.FINISHED, STOPPED_S, [RunState.RUNNING, RunState.PAUSED, RunState.RUNNING, RunState.STOPPED], 997.0),
+    ],
+)
+async def test_a_pause_after_the_last_step_takes_no_time_from_those_before(
+    bus: Bus, left: RunState, since_s: float, states: list[RunState], expected_s: float
+) -> None:
+    await stopped_run(bus)
+    for name, value in (("state", left.value), ("changed_at_s", since_s)):
+        await bus.write(RUN, "HSET", name, value)
+    for state in states:
+        await Ledger(bus).transition(state, "", [left])
+        left = state
+    assert await training_s(bus, 0.0) == pytest.approx(expected_s, abs=1e-3)  # kept to 1e-6 s
+
+
+async def test_a_stop_of_processes_after_the_last_step_takes_no_time_from_those_before(
+    bus: Bus, tmp_path: Path
+) -> None:
+    clock, ledger = await stopped_run(bus), Ledger(bus)
+    await clock.resume(STOPPED_S + HOUR_S, STOPPED_S + HOUR_S)
+    await ledger.transition(RunState.STOPPED, "", [RunState.RUNNING])
+    assert await training_s(bus, 0.0) == 997.0
+    note_state(tmp_path, await ledger.status())
+    await empty(bus)
+    await create(ledger, tmp_path)
+    assert await training_s(bus, 0.0) == 997.0
+
+
+async def test_a_stop_of_processes_that_is_counted_after_a_step_was_before_it(bus: Bus) -> None:
+    clock = await stopped_run(bus)
+    await put_beat(bus, STOPPED_S + HOUR_S - 9, STOPPED_S + HOUR_S - 1)
+    await bus.write(RUN, "HSET", "last_commit_s", STOPPED_S + HOUR_S - 2)
+    await clock.resume(STOPPED_S + HOUR_S - 7, STOPPED_S + HOUR_S)
+    await Ledger(bus).transition(RunState.STOPPED, "", [RunState.RUNNING])
+    assert await training_s(bus, 0.0) == 1007.0
+
+
+async def test_a_step_after_a_stop_of_processes_ends_the_training_time(bus: Bus) -> None:
+    clock, ledger = await stopped_run(bus), Ledger(bus)
+    await clock.resume(STOPPED_S + HOUR_S, STOPPED_S + HOUR_S)
+    await commit_group(bus, 0)
+    await ledger.transition(RunState.STOPPED, "", [RunState.RUNNING])
+    status = await ledger.status()
+    assert status.last_commit_s is not None
+    assert await training_s(bus, 0.0) == status.last_commit_s - BEGUN_S - HOUR_S
 
 
 async def test_a_run_whose_bus_was_lost_while_it_was_stopped_keeps_its_time(bus: Bus, tmp_path: Path) -> None:

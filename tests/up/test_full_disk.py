@@ -13,11 +13,11 @@ from penstock.services.coordinator.api.server import ApiServer
 from penstock.services.coordinator.records.jsonl import Lines
 from penstock.services.coordinator.records.recorder import Recorder
 from penstock.services.trainer.checkpoint.commits import note_version, noted_version
-from penstock.services.up import plan
+from penstock.services.up import plan, supervisor
 from penstock.services.up.disk_space import Room
 from penstock.services.up.display.watch import RunSnapshot, Watch
 from penstock.services.up.process import Restarts
-from penstock.services.up.supervisor import Supervisor
+from penstock.services.up.supervisor import INTERRUPTED, Ending, Supervisor
 from penstock.shared.bus.bus import Bus
 from penstock.shared.bus.messages import PolicyVersion
 from penstock.shared.files import durable
@@ -181,3 +181,25 @@ async def test_on_a_full_disk_neither_a_silent_bus_nor_coordinator_is_called_fro
     for sentence in said:
         assert f" s: no space left on the disk of {disk.folder}" in sentence
         assert "frozen" not in sentence
+
+
+async def test_on_a_full_disk_a_stop_waits_for_no_work_that_the_bus_cannot_take_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each service waits for the bus until its time to stop is over."""
+
+    async def unasked(*_: object) -> Any:
+        raise AssertionError
+
+    bus = plan.valkey(tmp_path / "no.sock", tmp_path, {})
+    rollout = plan.ProcessPlan("rollout-0", "rollout", (), {}, stop_s=30.0)
+    for full, order, stop_s in (("", plan.STOP_ORDER, 30.0), ("no space left", plan.STOP_ORDER_AT_ONCE, 5.0)):
+        said: list[str] = []
+        monkeypatch.setattr(supervisor, "no_space", lambda _, full=full: full)
+        supervised = Supervisor(tmp_path, [bus, rollout], "", Restarts(), said.append, unasked, unasked)
+        for child in supervised.children:
+            child.mark_ready()
+        supervised.end(Ending(INTERRUPTED))
+        assert supervised._stop_order() == order
+        assert [child.stop_s for child in supervised.children] == [bus.stop_s, stop_s]
+        assert [text.partition(",")[0] for text in said] == ([full] if full else [])

@@ -572,7 +572,7 @@ def test_the_resume_of_a_finished_run_starts_nothing_and_says_how_to_extend_it(
     up: Up, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prepare(up.folder / "run.toml", None, ["--run.steps", "20"]).lock.close()
-    (up.run_folder / "summary.json").write_text('{"state": "finished", "steps": 20}')
+    (up.run_folder / "summary.json").write_text('{"state": "finished", "steps": 20, "reason": ""}')
     prepare(None, up.run_folder, []).lock.close()  # without a report the records are not complete
     (up.run_folder / "report.html").touch()
     assert main(["up", "--resume", str(up.run_folder)]) == 1, "neither its policy nor its checkpoint exists"
@@ -622,7 +622,8 @@ def test_the_resume_of_a_stopped_run_starts_nothing_and_says_how_to_go_on(
     up: Up, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prepare(up.folder / "run.toml", None, ["--run.steps", "20"]).lock.close()
-    (up.run_folder / "summary.json").write_text('{"state": "stopped", "steps": 7}')
+    stopped: dict[str, object] = {"state": "stopped", "reason": "on request: enough"}
+    (up.run_folder / "summary.json").write_text(json.dumps(stopped | {"steps": 7}))
     (up.run_folder / "report.html").touch()
     (up.run_folder / "checkpoints" / "step-000005").mkdir(parents=True)
     prepare(None, up.run_folder, []).lock.close()  # the trainer writes the last checkpoint
@@ -630,8 +631,14 @@ def test_the_resume_of_a_stopped_run_starts_nothing_and_says_how_to_go_on(
     assert main(["up", "--resume", str(up.run_folder), "--run.steps", "40"]) == 0
     said = capsys.readouterr().out
     assert said.startswith(
-        "the run was stopped for good after 7 steps: to train on from its newest checkpoint, start another run "
-        f"(penstock up CONFIG --from {up.run_folder}); `penstock export {up.run_folder}` writes its policy\n"
+        "the run was stopped for good after 7 steps (on request: enough): to train on from its newest checkpoint, start "
+        f"another run (penstock up CONFIG --from {up.run_folder}); `penstock export {up.run_folder}` writes its policy\n"
+    )
+    (up.run_folder / "summary.json").write_text(json.dumps(stopped | {"steps": 0}))
+    assert main(["up", "--resume", str(up.run_folder)]) == 0
+    assert capsys.readouterr().out.startswith(
+        "the run was stopped for good after 0 steps (on request: enough): nothing was trained: start another run "
+        "(penstock up CONFIG)\n\nstopped: 0 steps\n"
     )
     assert not (up.run_folder / "up.json").exists()
 

@@ -101,7 +101,7 @@ def training_seconds(status: RunStatus, steps: int, now_s: float) -> float:
         return 0.0
     end_s = status.changed_at_s if status.state is RunState.PAUSED else now_s
     if status.state in ENDED or status.step >= steps:
-        end_s = status.last_commit_s or status.first_admission_s
+        end_s = (status.last_commit_s or status.first_admission_s) + status.paused_since_commit_s
     return max(0.0, end_s - status.first_admission_s - status.paused_s)
 
 

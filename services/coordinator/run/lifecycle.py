@@ -30,7 +30,15 @@ from penstock.services.coordinator.records.recorder import Recorder
 from penstock.services.coordinator.records.report import write_report
 from penstock.shared.bus import streams
 from penstock.shared.bus.bus import Bus
-from penstock.shared.bus.stores.policy.ledger import CANNOT_CONTINUE, ENDED, Ledger, RunState, RunStatus, read_status
+from penstock.shared.bus.stores.policy.ledger import (
+    CANNOT_CONTINUE,
+    ENDED,
+    NOTED,
+    Ledger,
+    RunState,
+    RunStatus,
+    read_status,
+)
 from penstock.shared.bus.stores.replicas.heartbeats import heartbeats
 from penstock.shared.bus.stores.run.functions import read_functions
 from penstock.shared.errors import BusFull
@@ -48,16 +56,6 @@ _LONGEST_S = 3600.0
 _FULL_S = 1.0
 """Retry delay while the bus is full."""
 _STATE_FILE = "run_state.json"
-_NOTED = (
-    "state",
-    "reason",
-    "created_at_s",
-    "changed_at_s",
-    "paused_s",
-    "alive_s",
-    "first_admission_s",
-    "last_commit_s",
-)
 _NOTE_EVERY_S = 10.0
 """What the run's clock may lose with the bus."""
 _COMPLETE = "every step is committed"
@@ -311,7 +309,7 @@ def note_state(folder: Path, status: RunStatus) -> None:
     """Record the run's state in its folder, for a coordinator that starts on an empty bus. May raise OSError."""
     if status.reason.startswith(CANNOT_CONTINUE):
         return  # its trainer finds out again
-    noted = {name: value for name in _NOTED if (value := getattr(status, name)) is not None}
+    noted = {name: value for name in ("state", "created_at_s", *NOTED) if (value := getattr(status, name)) is not None}
     noted |= {"closed_at_s": status.changed_at_s} if status.closed else {}
     write_whole(folder / _STATE_FILE, json.dumps(noted))
 

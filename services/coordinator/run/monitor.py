@@ -241,7 +241,7 @@ class Monitor:
             lag_counts={} if newest is None else dict(newest.lag_counts),
             history=_history(self._history),
             evaluations=list(views.values()),
-            tokens_per_s=metrics.get("tokens_per_s") or 0.0,
+            tokens_per_s=0.0 if status.state is RunState.PAUSED else metrics.get("tokens_per_s") or 0.0,
             drawn_tokens_per_s=sum(
                 beat.values.get("tokens_per_s", 0.0) for beat in self.beats() if beat.service == "rollout"
             ),

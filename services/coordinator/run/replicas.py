@@ -21,6 +21,8 @@ class Replicas:
         self._silent_s = MISSED_HEARTBEATS * heartbeat_s
         self._newest: dict[str, tuple[Heartbeat, float]] = {}
         """Each replica's newest heartbeat, with when it was first seen, on the clock ``_counted_s``."""
+        self._joined_s: dict[str, float] = {}
+        """When each replica's first heartbeat was seen, on that clock: those of their hosts may differ."""
         self._counted_s = 0.0
         """Time in which the bus took heartbeats, if only the coordinator's own."""
         self._refused_s = 0.0
@@ -35,11 +37,13 @@ class Replicas:
         if new:
             self._counted_s += self._refused_s if self._refused_s <= self._longest_s else 0.0
             self._refused_s = 0.0
+        self._joined_s |= {beat.replica: self._counted_s for beat in new if beat.replica not in self._newest}
         self._newest |= {beat.replica: (beat, self._counted_s) for beat in new}
         silent = self._newest.keys() - {beat.replica for beat in beats}
         gone = await left(self._bus, sorted(silent))
-        gone |= {name for name in silent if is_replaced(self._newest[name][0], beats)}
-        self._newest = {name: seen for name, seen in self._newest.items() if name not in gone}
+        gone |= {name for name in silent if self._is_replaced(*self._newest[name])}
+        for name in gone:
+            del self._newest[name]
         return beats
 
     def bus_refuses_s(self) -> float | None:
@@ -53,7 +57,6 @@ class Replicas:
         seen = [(beat, self._counted_s - at_s) for name, (beat, at_s) in self._newest.items() if name not in beating]
         return [(beat, seconds) for beat, seconds in seen if seconds >= self._silent_s]
 
-
-def is_replaced(beat: Heartbeat, beats: Sequence[Heartbeat]) -> bool:
-    """Whether another replica of its service has started after its last heartbeat, as a pod in place of a dead one."""
-    return any(other.service == beat.service and other.started_at_s > beat.seen_at_s for other in beats)
+    def _is_replaced(self, last: Heartbeat, at_s: float) -> bool:
+        """Whether another replica of its service has joined after its last heartbeat, as a pod in place of a dead one."""
+        return any(beat.service == last.service and self._joined_s[beat.replica] > at_s for beat in self.beats)

@@ -43,7 +43,7 @@ class RunClock:
         if status.step >= self.steps and (status.last_commit_s or 0.0) < until_s:
             return  # it had been trained before the gap
         if status.alive_s and until_s - since_s > _LEAST_GAP_S:
-            await self.ledger.skip_time(status, until_s - since_s, now_s)
+            await self.ledger.skip_time(status, since_s, until_s, now_s)
 
 
 def gap(status: RunStatus, beats: Sequence[Heartbeat], began_s: float) -> tuple[float, float]:

@@ -141,7 +141,7 @@ class RunView(ResponseModel):
     evaluations: list[EvaluationView]
     """The branch's first and its newest 200, oldest first; /v1/policies has all."""
     tokens_per_s: float
-    """Trained, in the newest step."""
+    """Trained, in the newest step; 0 while the run is paused."""
     drawn_tokens_per_s: float
     """Drawn by all replicas, as of their newest heartbeats, of unfinished samples, too."""
     started_at_s: float

@@ -15,6 +15,10 @@ from penstock.shared.bus.stores.policy.ledger import Ledger, RunStatus
 from penstock.shared.errors import Fenced
 
 
+class TakenOver(Fenced):
+    """Another trainer has taken this one's place."""
+
+
 class Branch:
     """End of the history, to which this trainer adds; on the event loop."""
 
@@ -42,14 +46,11 @@ class Branch:
         self.revision = max((record.settings_revision for record in records), default=0)
 
     async def was_left(self) -> bool:
-        """Whether a rollback, or the bus's loss of its data, ended our epoch, and not another trainer."""
+        """Whether a rollback, or the bus's loss of its data, ended our epoch. Raises TakenOver: another trainer did."""
         epoch, rollback_epoch = await self._ledger.epochs()
+        if epoch > self._epoch and epoch != rollback_epoch:
+            raise TakenOver(f"expected the bus at epoch {self._epoch}, found {epoch}: another trainer has taken over")
         return epoch != self._epoch and epoch == rollback_epoch
-
-    async def has_successor(self) -> bool:
-        """Whether another trainer ended our epoch."""
-        epoch, rollback_epoch = await self._ledger.epochs()
-        return epoch not in (self._epoch, rollback_epoch)
 
     def is_ours(self, status: RunStatus, step: int) -> bool:
         """Whether ``status`` is of our epoch and as we left it after ``step`` steps."""
@@ -104,9 +105,7 @@ class Branch:
         change: SignalChange | None = None,
     ) -> bool:
         """Commit ``record`` with its experience, plan and signals in one transaction; False, without change, after a rollback.
-
-        Raises:
-            Fenced: another trainer took over.
+        Raises Fenced: another trainer took over, or the ledger is not as it was left.
         """
         try:
             await self._ledger.commit(self._epoch, record, deliveries, report, plan, change)

@@ -34,7 +34,7 @@ from penstock.services.trainer.metrics import (
     mixed_figures,
     signal_fraction,
 )
-from penstock.services.trainer.rank0.branch import Branch
+from penstock.services.trainer.rank0.branch import Branch, TakenOver
 from penstock.services.trainer.rank0.checkpoints import CLOSE_S, Checkpoints
 from penstock.services.trainer.rank0.first_texts import first_texts
 from penstock.services.trainer.rank0.intake import Intake, Taken
@@ -89,7 +89,7 @@ class Driver:
         """Whether a replay differed, and whether rounded gradients were reported."""
         self._filling: asyncio.Task[None] | None = None
         self.finished = False
-        """After :meth:`run`: whether the run has finished or was stopped for good."""
+        """Whether the run had finished or was stopped for good, when that was looked up last."""
         self._skipped = 0  # consecutive batches
         self._committed_s, self._commit_s = time.perf_counter(), 0.0
         self._export_again_s, self._refused = math.inf, ""
@@ -123,14 +123,14 @@ class Driver:
                 else:
                     await self._or_stop(asyncio.wait([finding], timeout=TURN_S))
                     await self._ask(Command(CommandKind.WAIT), Result)
-        except Fenced:
-            if not (self._context.stop.is_set() and await self._branch.has_successor()):
+        except TakenOver:
+            if not self._context.stop.is_set():
                 raise
             log.info("another trainer has taken over while this one stops")
             self._checkpoints.is_new = False  # the step is the other's to make
         self._context.status.state = "stopping"
         await self._checkpoint_at_stop()
-        self.finished = (await self._ledger.status()).state in ENDED
+        self.finished = await self._ledger.state() in ENDED
         self._mailbox.command(Command(CommandKind.FINISH if self.finished else CommandKind.STOP))
         for task in filter(None, (finding, exporting, noting, self._filling)):
             task.cancel()
@@ -173,7 +173,7 @@ class Driver:
         self._export_again_s = math.inf
 
     async def _turn(self) -> None:
-        can_train = not self._opening.stranded and self._step < self._settings.run.steps
+        can_train = not (self._opening.stranded or self.finished) and self._step < self._settings.run.steps
         if can_train and self._filling is None:
             self._filling = self._task(self._intake.fill())  # not before the epoch is taken
         if can_train and (suspect := await self._or_stop(self._intake.next_suspect())) is not None:
@@ -225,6 +225,7 @@ class Driver:
     async def _end_with_the_run(self) -> None:
         """Once the run is over, store what is not yet stored; then leave, if asked to."""
         status = await self._ledger.status()
+        await self._is_over(status.state)
         if not self._opening.stranded:
             self._branch.check(status, self._step)
         if status.is_over(self._settings.run.steps):
@@ -298,9 +299,8 @@ class Driver:
         # Both at once, and after the wait: the journal names the revision that the step was made with.
         learning_rate, self._branch.revision = self._live.settings.trainer.learning_rate, self._live.revision
         await self._intake.note_batch(batch)
-        status = await self._ledger.status()  # after the note, as the coordinator reads that after the state
-        if status.state in ENDED:
-            await self._decline()
+        state = await self._ledger.state()  # after the note, as the coordinator reads that after the state
+        if await self._is_over(state):
             return
         self._context.status.state = "working"
         self._mailbox.command(
@@ -339,14 +339,14 @@ class Driver:
             await self._checkpoints.written()
             await self._export()
 
-    async def _decline(self) -> None:
-        """Leave the noted batch to the coordinator, which drops what an ended run has left."""
-        self._context.status.state = "waiting"
-        await self._intake.note_batch([])
-        assert self._filling is not None
-        await self._forget_experience(self._filling)
-        await self._or_stop(asyncio.sleep(TURN_S))
-        await self._ask(Command(CommandKind.IDLE), Result)
+    async def _is_over(self, state: RunState) -> bool:
+        """Whether the run is over; what is held is left to the coordinator then, which drops it."""
+        self.finished = state in ENDED
+        if self.finished and self._filling is not None:
+            self._context.status.state = "waiting"
+            await self._intake.note_batch([])
+            await self._forget_experience(self._filling)
+        return self.finished
 
     async def _held_out(self) -> tuple[bytes, ...]:
         """Return the demonstrations to evaluate with the next step: with the first, the last and every ``every_steps``."""
@@ -479,7 +479,7 @@ class Driver:
 
     async def _checkpoint_at_stop(self) -> None:
         await self._checkpoints.written()
-        ended = (await self._ledger.status()).state in ENDED  # no resume replays its journal
+        ended = await self._ledger.state() in ENDED  # no resume replays its journal
         if ended or await self._checkpoints.fits_into_stop(self._step):
             await self._checkpoint_new()
             await self._checkpoints.written()

@@ -159,7 +159,8 @@ def _flight(run: RunView) -> Text:
 
 
 def _speed(run: RunView) -> Text:
-    line = f"{_tokens(run)}  {number(last(run, 'samples_per_s'), 0)} samples/s"
+    samples_per_s = None if run.state == "paused" else last(run, "samples_per_s")
+    line = f"{_tokens(run)}  {number(samples_per_s, 0)} samples/s"
     gpu_hours = f"  {number(run.gpu_hours, 1)} GPU-hours" if run.gpu_hours else ""
     return Text(f"{line}  for {duration(run.training_s)}{gpu_hours}")
 
@@ -231,7 +232,7 @@ def line(run: RunView, rows: Sequence[ViewRow] = ()) -> str:
         parts.append(f"pairs ordered {share:.0%}")
     parts.append(f"held-out {number(_newest_accuracy(run.evaluations))}")
     parts += [f"in flight {run.groups_in_flight}/{run.slots}", f"lag {number(last(run, 'lag_mean'), 2)}"]
-    parts.append(_tokens(run))
+    parts.append(run.reason if run.state == "paused" else _tokens(run))
     parts += [f"eta {duration(run.eta_s)}"] if run.eta_s is not None and not run.ended else []
     return "  ".join(parts)
 

@@ -54,7 +54,7 @@ for i, entry in ipairs(entries) do
 end
 if #entries > 0 then
   redis.call('HINCRBY', counts, 'trained', #entries)
-  redis.call('HSET', run, 'last_commit_s', now_s)
+  redis.call('HSET', run, 'last_commit_s', now_s, 'paused_since_commit_s', 0)
   redis.call('XADD', steps, 'MAXLEN', '~', report_entries, '*', 'id', step, 'data', report)
 end
 if change ~= '' then

@@ -135,6 +135,9 @@ async def test_the_run_shows_its_newest_step(http: httpx.AsyncClient, bus: Bus, 
     assert answer["eta_s"] == 47.0  # one second a step
     assert answer["counts"]["trained"] == 6
     assert answer["streams"]["journal"]["entries"] == 6
+    await command(http, "pause")
+    answer = (await http.get("/v1/run")).json()
+    assert (answer["tokens_per_s"], answer["last"]["tokens_per_s"], answer["reason"]) == (0.0, 50.0, "on request")
 
 
 async def test_commands_lead_from_state_to_state_and_repeating_one_changes_nothing(

@@ -22,8 +22,9 @@ from penstock.services.trainer.checkpoint.commits import read_commits
 from penstock.services.trainer.checkpoint.manifests import CheckpointState
 from penstock.services.trainer.model.policy import Policy
 from penstock.services.trainer.model.saving.writer import Writer, Written
-from penstock.services.trainer.rank0.branch import Branch
+from penstock.services.trainer.rank0.branch import Branch, TakenOver
 from penstock.services.trainer.rank0.driver import Driver
+from penstock.services.trainer.rank0.intake import Taken
 from penstock.services.trainer.rank0.mailbox.commands import Command, CommandKind
 from penstock.services.trainer.rank0.mailbox.queues import Mailbox
 from penstock.services.trainer.rank0.mailbox.results import ModelLoaded, Published, Replayed, Result, Saved, Whereabouts
@@ -77,6 +78,14 @@ async def is_at(driven: Driven, step: int) -> None:
         return await driven.step() >= step
 
     await until(reached)
+
+
+async def rolled_back(driven: Driven) -> int:
+    """End the trainer's epoch as a rollback does, and return the next."""
+    epoch = (await driven.ledger.status()).trainer_epoch + 1
+    fields = {"trainer_epoch": epoch, "rollback_epoch": epoch}
+    await raw(driven.bus).hset(driven.bus.keys.named("run"), mapping=fields)
+    return epoch
 
 
 @contextlib.asynccontextmanager
@@ -378,8 +387,7 @@ async def test_weights_of_a_step_that_a_rollback_refused_are_not_saved_by_a_stop
 
     async def late(branch: Branch, record: PolicyRecord, *rest: Any) -> bool:
         if record.step == 2:
-            epoch = await driven.ledger.take_epoch()  # as a rollback does
-            await raw(bus).hset(bus.keys.named("run"), "rollback_epoch", epoch)
+            await rolled_back(driven)
             driven.stop.set()
         committed = await commit(branch, record, *rest)
         refused.extend([record.step] * (not committed))
@@ -395,32 +403,44 @@ async def test_weights_of_a_step_that_a_rollback_refused_are_not_saved_by_a_stop
     assert list(driven.root.rglob("*")) == []
 
 
-async def test_after_a_stop_no_step_begins_and_the_batch_is_left_to_the_coordinator_while_ranks_idle(
-    bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("groups", [GROUPS, GROUPS - 1])
+async def test_after_a_stop_no_step_begins_and_the_groups_are_left_to_the_coordinator_while_ranks_idle(
+    bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, groups: int
 ) -> None:
+    """It stops while the trainer notes its batch, or waits for the last group of one."""
     async with after_a_step(bus, tmp_path) as (driven, both):
-        await driven.ledger.transition(RunState.STOPPED, "enough", [RunState.RUNNING])
-        await driven.feed(batch(1))
-        await until(lambda: _has_taken_all(bus))
-        kinds, send = list[CommandKind](), driven.mailbox.command
+        kinds, send, fetched, fetch = list[CommandKind](), driven.mailbox.command, list[bytes](), bus.whole
+        intake, note = driven.driver._intake, driven.driver._intake.note_batch
 
-        def note(command: Command) -> None:
+        def command(command: Command) -> None:
             kinds.append(command.kind)
             send(command)
 
-        monkeypatch.setattr(driven.mailbox, "command", note)
-        await until(lambda: kinds.count(CommandKind.IDLE) > 1)  # one may have been due
+        async def note_too_late(batch: list[Taken]) -> None:
+            await driven.ledger.transition(RunState.STOPPED, "enough", [RunState.RUNNING])
+            await note(batch)
+
+        async def whole(payload: bytes) -> bytes:
+            fetched.append(payload)
+            return await fetch(payload)
+
+        monkeypatch.setattr(intake, "note_batch", note_too_late)
+        monkeypatch.setattr(bus, "whole", whole)
+        await driven.feed(batch(1)[:groups])
+        await until(lambda: len(fetched) == groups)
+        if groups < GROUPS:
+            await driven.ledger.transition(RunState.STOPPED, "enough", [RunState.RUNNING])
+        await until(lambda: driven.driver._filling is None)
+        monkeypatch.setattr(driven.mailbox, "command", command)
+        await until(lambda: kinds.count(CommandKind.IDLE) > 2)
         assert set(kinds) == {CommandKind.IDLE}
-        assert await drain(bus) == GROUPS
-        await until(lambda: driven.driver._intake._held == {})
+        assert len(fetched) == groups, "none is fetched again"
+        assert await drain(bus) == groups
+        assert intake._held == {}
         driven.stop.set()
         assert list(await both) == [None, None]
     assert await driven.step() == 1
     assert await driven.ledger.noted_batch() == frozenset()
-
-
-async def _has_taken_all(bus: Bus) -> bool:
-    return len(await bus.pending(EXPERIENCE, "trainer", 2 * GROUPS)) == GROUPS
 
 
 class Scripted:
@@ -567,8 +587,7 @@ async def test_a_rollback_makes_every_rank_load_the_checkpoint_that_the_ledger_w
     script = Scripted(again)
     async with again.running(script):
         await until(lambda: CommandKind.IDLE in script.kinds)
-        epoch = await again.ledger.take_epoch()  # as a rollback does
-        await raw(bus).hset(bus.keys.named("run"), "rollback_epoch", epoch)
+        epoch = await rolled_back(again)
         await until(lambda: script.kinds.count(CommandKind.LOAD) == 2)
         await until(lambda: script.kinds[-1] is CommandKind.IDLE)
     assert (await again.ledger.status()).trainer_epoch == epoch + 1
@@ -631,11 +650,19 @@ async def test_a_trainer_whose_place_is_taken_in_its_step_ends_well_only_if_it_w
     async with after_a_step(bus, tmp_path) as (driven, both):
         await driven.feed(batch(1))
         of_driver, of_training = await both
-    assert [type(of_driver), type(of_training)] == ([type(None)] * 2 if stops else [Fenced] * 2)
+    assert [type(of_driver), type(of_training)] == ([type(None)] * 2 if stops else [TakenOver] * 2)
     assert not driven.driver.finished
     assert local_store.find(driven.root) == [], "the other trainer makes the step, and its checkpoint"
     assert await driven.step() == 1
     assert await bus.length(EXPERIENCE) == GROUPS
+
+
+async def test_an_idle_trainer_whose_place_is_taken_ends(bus: Bus, tmp_path: Path) -> None:
+    async with after_a_step(bus, tmp_path) as (driven, both):
+        await driven.feed(batch(1)[:1])
+        await Branch(bus).take_epoch()
+        assert [type(error) for error in await both] == [TakenOver] * 2
+    assert await driven.step() == 1
 
 
 async def as_before(bus: Bus, saved: dict[bytes, bytes]) -> None:

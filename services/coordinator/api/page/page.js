@@ -51,7 +51,7 @@ function drawTiles(run) {
     ["step", `${figure(run.step)} of ${figure(run.steps)}`],
     (run.last.reward_mean ?? null) === null && Number.isFinite(run.last.loss) ? ["loss", figure(run.last.loss)] : ["mean reward", figure(run.last.reward_mean)],
     ["held-out accuracy", measured.length > 0 ? `${figure(measured[0].accuracy)} → ${figure(measured.at(-1).accuracy)}` : "–"],
-    ["trained tokens / s", figure(run.last.tokens_per_s)],
+    ["trained tokens / s", figure(run.tokens_per_s || null)],
     ["lag, mean / most", `${figure(run.last.lag_mean)} / ${figure(run.last.lag_max)}`],
     ["KL, nats a token", figure(run.last.kl_mean)],
     ["training time", duration(run.training_s)],

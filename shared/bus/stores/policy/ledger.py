@@ -61,8 +61,8 @@ class RunState(StrEnum):
 ENDED = (RunState.STOPPED, RunState.FINISHED)
 CANNOT_CONTINUE = "the run cannot continue: "
 """Start of the reason of a trainer's pause that the next trainer may undo."""
-
-
+NOTED = ("reason", "changed_at_s", "paused_s", "paused_since_commit_s", "alive_s", "first_admission_s", "last_commit_s")
+"""What a run whose bus was lost is created again with."""
 _SELF_TEST = "self_test:"
 _MISSING = "missing:"
 POLICY, CHECKPOINT = "policy", "checkpoint"
@@ -102,6 +102,8 @@ class RunStatus:
     last_commit_s: float | None = None
     paused_s: float = 0.0
     """Time that does not count as training: pauses, and gaps in which no process of the run was there."""
+    paused_since_commit_s: float = 0.0
+    """What of it came after the last commit."""
     bus_full: str = ""
     """Why admission waits for bus memory; or empty."""
     doing: str = ""
@@ -197,16 +199,9 @@ class Ledger(Policies):
         now_s = time.time()
         fields: dict[str, Argument] = {"state": RunState.CREATED.value}
         if lost is not None:
-            fields = {
-                "reason": lost.reason,
-                "changed_at_s": lost.changed_at_s or now_s,
-                "paused_s": lost.paused_s,
-                "alive_s": lost.alive_s,
-                **_known(first_admission_s=lost.first_admission_s, last_commit_s=lost.last_commit_s),
-            }
+            fields = {name: value for name in NOTED if (value := getattr(lost, name))} | {"state": lost.state.value}
             if lost.closed:
                 fields["closed_at_s"] = now_s
-            fields["state"] = lost.state.value
         for name, value in fields.items():
             await self._bus.write(RUN, "HSETNX", name, value)
         # last, as its absence says that the run must be created
@@ -214,6 +209,9 @@ class Ledger(Policies):
 
     async def status(self) -> RunStatus:
         return read_status(await self._bus.hgetall(RUN))
+
+    async def state(self) -> RunState:
+        return RunState((await self._bus.hget(RUN, "state") or b"created").decode())
 
     async def is_known(self) -> bool:
         """Whether the bus knows a committed step; not if it lost its data."""
@@ -254,12 +252,12 @@ class Ledger(Policies):
         """Publish the leader's activity; no effect from others."""
         await self._bus.script("note", term=self._term(), field=name, text=said)
 
-    async def skip_time(self, status: RunStatus, gap_s: float, now_s: float) -> None:
-        """Count ``gap_s``, in which no process ran, as a pause; once for what was read in ``status``."""
-        gpu_time = f"{status.gpu_s!r} {max(now_s, status.gpu_until_s)!r}"
+    async def skip_time(self, status: RunStatus, since_s: float, until_s: float, now_s: float) -> None:
+        """Count a gap, in which no process ran, as a pause; once for what was read in ``status``."""
         await self._bus.script(
-            "skip_time", expected_alive_s=repr(status.alive_s), gap_s=gap_s, now_s=repr(now_s), gpu_time=gpu_time
-        )
+            "skip_time", expected_alive_s=repr(status.alive_s), gap_s=until_s - since_s, until_s=repr(until_s),
+            now_s=repr(now_s), gpu_time=f"{status.gpu_s!r} {max(now_s, status.gpu_until_s)!r}",
+        )  # fmt: skip
 
     async def note_self_test(self, part: str, outcome: str) -> None:
         await self._bus.write(RUN, "HSET", f"{_SELF_TEST}{part}", outcome)
@@ -495,10 +493,6 @@ def read_status(raw: Mapping[bytes, bytes]) -> RunStatus:
         "rewound": json.loads(fields.get("rewound", "{}")),
     }
     return _STATUS.validate_python(fields | derived)
-
-
-def _known(**values: float | None) -> dict[str, float]:
-    return {name: value for name, value in values.items() if value is not None}
 
 
 def _of_kind(prefix: str, fields: Mapping[str, str]) -> dict[str, str]:
