@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 _LOOK_S = 1.0
 _LONGEST_S = 3600.0
 _ATTEMPTS = 2
-_PRIORITY = 10
+_PRIORITY = 5
 _FIRST_TO_DIE = "1000"
 _OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
