@@ -18,6 +18,7 @@ from typing import TextIO
 from penstock.services.up import process_tree
 from penstock.shared.bus.keys import RUN_ID_PATTERN
 from penstock.shared.errors import SettingsError
+from penstock.shared.files.checkpoint_folder import checkpoint_folder
 from penstock.shared.process.children import kill_group
 from penstock.shared.settings import SETTINGS_FILE, Settings
 
@@ -29,7 +30,7 @@ _LEFTOVER_S = 10.0
 
 
 def has_checkpoint(folder: Path, step: int) -> bool:
-    return (folder / "checkpoints" / f"step-{step:06d}").is_dir()
+    return checkpoint_folder(folder, step).is_dir()
 
 
 def new_run_id(config: Path) -> str:
