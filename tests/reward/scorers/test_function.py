@@ -10,9 +10,9 @@ import psutil
 import pytest
 import pytest_asyncio
 
+from penstock import Result
 from penstock.services.reward.scorers.function.function_call import as_result, load
 from penstock.services.reward.scorers.function.scorer import FunctionScorer
-from penstock.services.reward.scorers.scorer import Result
 from penstock.services.reward.scoring import Scoring
 from penstock.shared.backoff import Backoff
 from penstock.shared.bus.messages import Score, ScoreStatus
