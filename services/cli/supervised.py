@@ -28,18 +28,15 @@ def prepared(config: Path | None, flags: Sequence[str], epochs: float | None) ->
         raise SettingsError(
             "the settings file is missing: penstock sft my-run.toml; continue one by penstock up --resume"
         )
-    flags = [*flags, *supervised_flags(config, flags)]
+    has_pairs = is_given("data.rejected_field", config, flags)
+    rule = "--algorithm.preset=dpo" if has_pairs else "--algorithm.loss=cross_entropy"
+    flags = [*flags, rule, "--algorithm.clip=[0.2, 0.2]"]  # the file's is of its run with rewards
+    if epochs == 0:
+        raise SettingsError("expected more than 0 passes over the data, found 0: change --epochs")
     if epochs is not None:
         each = load(config, flags).algorithm.groups_per_step
         flags = [*flags, f"--run.steps={max(1, math.ceil(epochs * _counted(config, flags) / each))}"]
     return prepare.prepare(config, None, flags)
-
-
-def supervised_flags(config: Path | None, flags: Sequence[str]) -> list[str]:
-    """Return the flags that make a run with rewards one over its demonstrations or preference pairs."""
-    has_pairs = is_given("data.rejected_field", config, flags)
-    rule = "--algorithm.preset=dpo" if has_pairs else "--algorithm.loss=cross_entropy"
-    return [rule, "--algorithm.clip=[0.2, 0.2]"]  # the file's is of its run with rewards
 
 
 def _counted(config: Path, flags: Sequence[str]) -> int:
