@@ -1,4 +1,4 @@
-"""Penstock's Python API (docs/python-api.md).
+"""Penstock's Python API (docs/python-api.md), and the types of users' own scorers (docs/rewards.md).
 
 ::
 
@@ -13,15 +13,33 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from penstock.run import Run, RunFailed, Step
     from penstock.services.client.policy import Completion, Policy
+    from penstock.services.reward.scorers.scorer import Result
+    from penstock.shared.bus.messages import Prompt, Sample, ScoreStatus
     from penstock.shared.errors import PenstockError, SettingsError
 
-__all__ = ["Completion", "PenstockError", "Policy", "Run", "RunFailed", "SettingsError", "Step"]
+__all__ = [
+    "Completion",
+    "PenstockError",
+    "Policy",
+    "Prompt",
+    "Result",
+    "Run",
+    "RunFailed",
+    "Sample",
+    "ScoreStatus",
+    "SettingsError",
+    "Step",
+]
 
 _HOMES = {
     "Completion": "penstock.services.client.policy",
     "Policy": "penstock.services.client.policy",
+    "Prompt": "penstock.shared.bus.messages",
+    "Result": "penstock.services.reward.scorers.scorer",
     "Run": "penstock.run",
     "RunFailed": "penstock.run",
+    "Sample": "penstock.shared.bus.messages",
+    "ScoreStatus": "penstock.shared.bus.messages",
     "Step": "penstock.run",
     "PenstockError": "penstock.shared.errors",
     "SettingsError": "penstock.shared.errors",

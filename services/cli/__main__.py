@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 _EVENTS = 5
 _RUN, _TOOLS = "Run", "Tools"
 _MOVED = {
+    "dpo": "sft CONFIG --data.completion_field COLUMN --data.rejected_field COLUMN",
     "calibrate": "plan CONFIG --calibrate RUN",
     "memory": "plan --memory RUN",
     "start": "resume",
@@ -53,7 +54,7 @@ _MOVED = {
     "services uncordon": "services cordon REPLICA --undo",
     **{f"{group} list": group for group in ("policies", "services", "dead", "runs")},
 }
-"""Commands of earlier versions, and what to type instead."""
+"""Commands of earlier versions, or of other tools, and what to type instead."""
 
 app = typer.Typer(
     name="penstock",
@@ -185,8 +186,6 @@ def sft(
     `penstock sft my-run.toml --data.path demonstrations.jsonl --epochs 2`
 
     `penstock sft my-run.toml --data.path pairs.jsonl --data.completion_field chosen --data.rejected_field rejected`
-
-    `penstock up my-run.toml --from runs/latest`
     """
     from penstock.services.cli import supervised
 
@@ -542,7 +541,7 @@ def _refuse_moved(words: list[str]) -> None:
     """Raise SettingsError with what to type instead of a command of an earlier version."""
     for count in (1, 2):
         if (now := _MOVED.get(" ".join(words[:count]))) is not None:
-            raise SettingsError(f"this command has moved: use `penstock {now}`")
+            raise SettingsError(f"there is no such command: use `penstock {now}`")
 
 
 def _version() -> str:

@@ -9,22 +9,27 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from penstock.services.plan import measured as runs
 from penstock.services.plan import report
 from penstock.services.plan.certain import visible_gpus
 from penstock.services.plan.hardware import GIB, Cluster, parse_cluster
-from penstock.services.plan.layouts import GpuLayout, Planner, Preferences
+from penstock.services.plan.layouts import Planner, Preferences
 from penstock.services.plan.measured import Corrections, Measured
 from penstock.services.plan.memory import TrainerOptions
+from penstock.services.plan.pace import GpuLayout
 from penstock.services.plan.rates import SLOWED
 from penstock.services.plan.report import Plan, text
-from penstock.services.plan.workload import Workload, snapshots_of, with_turns, workload_of
+from penstock.services.plan.workload import Lengths, Workload, snapshots_of, with_turns, workload_of
 from penstock.services.up.display import console
 from penstock.shared.errors import SettingsError
 from penstock.shared.model.context import check_context
 from penstock.shared.settings import SETTINGS_FILE, RunKind, Settings, given_tables, load
 from penstock.shared.settings.trainer import bucket_as_set
+
+if TYPE_CHECKING:
+    from penstock.services.cli.reports.data_check import PromptLengths
 
 _HOSTS, _DECODING = (0.1, 2.0), (0.1, 10.0)
 """Seconds of an engine's scheduler, over those of vLLM's own on the measured hosts, and of decoding steps over the planned
@@ -53,12 +58,6 @@ def make(settings: Settings, gpus: str, model: str = "", calibrate: Path | None 
     Raises:
         SettingsError: something is not known, or not planned.
     """
-    if not settings.kind.generates:
-        raise SettingsError(
-            f'expected a run that generates with penstock plan, found algorithm.loss = "{settings.algorithm.loss}" on demonstrations or '
-            "preference pairs, of which neither lengths nor layouts are predicted: start it, as `penstock up` refuses what cannot fit on "
-            "this machine's GPUs, and see what it holds with `penstock plan --memory RUN`"
-        )
     if settings.kind is RunKind.MIXTURE:
         raise SettingsError(
             f"expected algorithm.imitation = 0 with penstock plan, found {settings.algorithm.imitation:g}: how many groups of a step are "
@@ -69,6 +68,11 @@ def make(settings: Settings, gpus: str, model: str = "", calibrate: Path | None 
     if not model:
         check_context(settings)
     work, stated = work_of(settings, model), _stated(settings, turns, calibrate)
+    if not work.kind.generates and not work.lengths.sample:
+        raise SettingsError(
+            f"expected demonstrations or preference pairs on this machine with penstock plan, whose lengths no setting tells, found no file "
+            f"{', '.join(settings.data.sources)}, or none of JSON lines and no tokenizer in policy.model to count with: change data.path"
+        )
     if stated is not None:
         work = with_turns(work, settings, *stated)
     planner = Planner(work, parse_cluster(gpus), _for_longest(preferences(settings), work, settings))
@@ -98,7 +102,10 @@ def with_host_memory(gpus: str) -> str:
 
 
 def _for_longest(own: Preferences, work: Workload, settings: Settings) -> Preferences:
-    """Return ``own`` with micro-batches that hold the longest sample, which is not trained otherwise."""
+    """Return ``own`` with micro-batches that hold the longest sample, which is not trained otherwise; demonstrations that are
+    longer are bad rows."""
+    if not work.kind.generates:
+        return own
     longest = min(work.longest, settings.rollout.max_model_len or work.longest)
     tokens = max(own.trainer.micro_batch_tokens, -(-longest // own.trainer.sequence_parallel))
     return dataclasses.replace(own, trainer=dataclasses.replace(own.trainer, micro_batch_tokens=tokens))
@@ -129,11 +136,14 @@ def _stated(settings: Settings, turns: str, calibrate: Path | None) -> tuple[flo
 
 
 def as_measured(work: Workload, settings: Settings, figures: Measured, given_tokens: float) -> Workload:
-    """Return ``work`` with the lengths, and turns, of a run, whose tools gave ``given_tokens`` in an episode.
+    """Return ``work`` with the lengths, and turns, of a run, whose tools gave ``given_tokens`` in an episode; lengths of
+    demonstrations and pairs are those of their data.
 
     Raises:
         SettingsError: it played no episodes, or has not recorded how.
     """
+    if not work.kind.generates:
+        return work
     if not settings.episodes.is_on:
         return with_mean(work, figures.tokens)
     if not figures.turns:
@@ -145,14 +155,19 @@ def as_measured(work: Workload, settings: Settings, figures: Measured, given_tok
 
 
 def work_of(settings: Settings, model: str = "") -> Workload:
-    """Return :func:`workload_of` with the data's prompts as replicas render them, where that can be done here."""
+    """Return :func:`workload_of` with the data's prompts as replicas render them, and its completions, where that can be done
+    here."""
     work = workload_of(settings, model)
-    tokens = _prompt_tokens(settings)
-    return work if tokens is None else dataclasses.replace(work, prompt_tokens=tokens, counts_prompts=True)
+    counted = _counted(settings)
+    if counted is None or not counted.tokens:
+        return work
+    tokens = max(1, round(sum(counted.tokens) / len(counted.tokens)))
+    lengths = Lengths.of(counted.completions) if counted.completions else work.lengths
+    return dataclasses.replace(work, prompt_tokens=tokens, counts_prompts=True, lengths=lengths)
 
 
-def _prompt_tokens(settings: Settings) -> int | None:
-    """Return the mean prompt tokens as ``data check`` counts them; None if data or tokenizer are not on this machine.
+def _counted(settings: Settings) -> "PromptLengths | None":
+    """Return the tokens as ``data check`` counts them; None if data or tokenizer are not on this machine.
 
     Raises:
         SettingsError: they are here, and cannot be read.
@@ -164,8 +179,7 @@ def _prompt_tokens(settings: Settings) -> int | None:
         from penstock.services.cli.reports import data_check
     except ModuleNotFoundError:  # a plain installation plans without the libraries of a run
         return None
-    tokens = data_check.prompt_lengths(settings).tokens
-    return max(1, round(sum(tokens) / len(tokens))) if tokens else None
+    return data_check.prompt_lengths(settings)
 
 
 def with_mean(work: Workload, tokens: float) -> Workload:
@@ -216,7 +230,7 @@ def corrections(
         switch=switching_s / figures.switches / predicted.switch_s if has_switches else 1.0,
     )
     computed_s = figures.compute_s + figures.other_s + figures.moving_s
-    if figures.wait_s < _LEAST_WAIT * computed_s:
+    if figures.wait_s < _LEAST_WAIT * computed_s or not layout.replicas:
         return known
     return _decoding(known, figures.wait_s + computed_s, lambda tried: _step_s(planner, layout, tried))
 
@@ -226,6 +240,8 @@ def layout_of(settings: Settings, rung: int = 0, *, mps: bool | None = None) -> 
     trainer, rollout = preferences(settings).trainer, settings.rollout
     parallel, replicas = rollout.vllm.tensor_parallel_size, rollout.replicas
     engines = rollout.engines_per_gpu if isinstance(rollout.engines_per_gpu, int) else 1
+    if not settings.kind.generates:
+        return GpuLayout("alone", trainer, 1, 0)
     if settings.common_gpus:
         return GpuLayout("at once", trainer, parallel, replicas, engines, mps=True)
     if settings.shared_devices:

@@ -1,8 +1,8 @@
 """The layouts of a run on a cluster: which fit, and how fast each is.
 
 ``separate``: trainer and replicas have GPUs of their own. ``shared``: they take turns on the same GPUs. ``at once``: a
-rank and a replica of a small model on each GPU, under CUDA MPS. In turn, the engines give way on the lowest rung that
-fits:
+rank and a replica of a small model on each GPU, under CUDA MPS. ``alone``: the trainer of demonstrations or pairs. In
+turn, the engines give way on the lowest rung that fits:
 
     0 it keeps all its memory · 1 without its cache · 2 without its weights · 3 and the optimizer's state goes to the host
 """
@@ -10,7 +10,6 @@ fits:
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Literal
 
 from penstock.services.plan import rates as rooflines
 from penstock.services.plan.hardware import GIB, Cluster
@@ -28,13 +27,11 @@ from penstock.services.plan.memory import (
     total,
     trainer_table,
 )
-from penstock.services.plan.pace import Pace, Replicas, pace
+from penstock.services.plan.pace import GpuLayout, Pace, Replicas, counted, pace, trainer_words
 from penstock.services.plan.rates import Rates
 from penstock.services.plan.shortage import MemoryShortage, on_gpu, on_host
 from penstock.services.plan.workload import Workload
 
-Placement = Literal["separate", "shared", "at once"]
-"""``at once`` is ``placement.mode = "separate"`` with the same GPUs in trainer.gpus and rollout.gpus."""
 USABLE = 0.95
 """Of a GPU's memory; the rest is fragmentation."""
 _SMALL = 6.5e9
@@ -52,38 +49,6 @@ _CONTEXT_ASLEEP = 3.0 * GIB
 _FREED = ("key-value cache", "weights", "graphs and logits")
 _GONE: Sequence[Sequence[str]] = ((), _FREED[:1], _FREED, _FREED)
 """Of the engine, while the trainer trains, by rung."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class GpuLayout:
-    placement: Placement
-    trainer: TrainerOptions
-    tensor_parallel: int
-    replicas: int
-    engines: int = 1
-    mps: bool = False
-    """Whether several processes use a GPU under CUDA MPS instead of in time slices."""
-    rung: int = 0
-    shadow: bool = True
-
-    @property
-    def copies(self) -> int:
-        """Copies of a version that rank 0 sends where weights are pulled: replicas with a shadow relay, each engine without
-        one pulls from rank 0.
-        """
-        return min(rooflines.FAN_OUT, self.replicas) if self.shadow else self.replicas * self.engines
-
-    @property
-    def gpus(self) -> int:
-        return self.trainer.ranks + (self.replicas * self.tensor_parallel if self.placement == "separate" else 0)
-
-    @property
-    def words(self) -> str:
-        each = f" of {self.tensor_parallel} GPUs" if self.tensor_parallel > 1 else ""
-        each += f", {self.engines} engines{' each' * (self.replicas > 1)}" if self.engines > 1 else ""
-        where = "" if self.placement == "separate" else ", on the same GPUs"
-        mps = ", under CUDA MPS" if self.mps else ""
-        return f"train on {_words(self.trainer)}; {_counted(self.replicas, 'replica')}{each}{where}{mps}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -133,7 +98,8 @@ class Planner:
 
     def compare(self) -> tuple[list[Candidate], list[MemoryShortage]]:
         """Return the layouts that fit, fastest first, and what does not fit."""
-        outcomes = [*self._separate(), *self._shared(), *self._at_once()]
+        generates = self.work.kind.generates
+        outcomes = [*self._separate(), *self._shared(), *self._at_once()] if generates else [*self._alone()]
         candidates = [outcome for outcome in outcomes if isinstance(outcome, Candidate)]
         problems = {outcome.layout: outcome for outcome in outcomes if isinstance(outcome, MemoryShortage)}
         return sorted(candidates, key=lambda each: (each.pace.step_s, each.layout.gpus)), list(problems.values())
@@ -155,11 +121,28 @@ class Planner:
         """Whether a host's ranks can compute samples together as ``trainer.sequence_parallel`` says."""
         return min(ranks, self.cluster.per_node) % self.own.trainer.sequence_parallel == 0
 
-    def _separate(self) -> Iterator[Candidate | MemoryShortage]:
-        gpus, each = self.cluster.gpus, self.cluster.per_node
-        for ranks in range(1, gpus) if self.cluster.nodes == 1 else range(each, gpus, each):
-            if not self._are_groups(ranks):
+    def _ranks(self, below: int) -> Iterator[int]:
+        """Yield the numbers of ranks: on several hosts, all GPUs of some."""
+        each = 1 if self.cluster.nodes == 1 else self.cluster.per_node
+        yield from filter(self._are_groups, range(each, below, each))
+
+    def _alone(self) -> Iterator[Candidate | MemoryShortage]:
+        """Yield the trainer on all GPUs, and on the half, a quarter, … of them."""
+        gpus = self.cluster.gpus
+        for ranks in self._ranks(gpus + 1):
+            if gpus % ranks or gpus // ranks & (gpus // ranks - 1):
                 continue
+            trainer = self._trainer(ranks, self.limit_bytes)
+            if isinstance(trainer, MemoryShortage):
+                yield trainer
+                continue
+            options, table, kept = trainer
+            layout = GpuLayout("alone", options, 1, 0)
+            yield self._candidate(layout, {"trainer": table}, kept, _Engine(EngineMemory((), 0.0), 0, False))
+
+    def _separate(self) -> Iterator[Candidate | MemoryShortage]:
+        gpus = self.cluster.gpus
+        for ranks in self._ranks(gpus):
             trainer = self._trainer(ranks, self.limit_bytes)
             if isinstance(trainer, MemoryShortage):
                 yield trainer
@@ -169,7 +152,7 @@ class Planner:
                 engine = self._engine(replicas, parallel, engines, self.limit_bytes)
                 if not engine.groups:
                     table: Table = {"generate": engine.memory.components}
-                    yield on_gpu(f"an engine on {_counted(parallel, 'GPU')}", table, self.limit_bytes)
+                    yield on_gpu(f"an engine on {counted(parallel, 'GPU')}", table, self.limit_bytes)
                     continue
                 options, table, kept = trainer
                 layout = GpuLayout("separate", options, parallel, replicas, engines, shadow=engine.shadow)
@@ -208,8 +191,10 @@ class Planner:
             "generate": [*engine.memory.components, Component("trainer, waiting", waiting)],
         }
         if not engine.groups or peak(both) > limit_bytes:
-            return on_gpu(f"shared: a trainer on {_words(options)}, in turn", both, limit_bytes)
-        moved = on_host(f"shared: a trainer on {_words(options)}", self.work, options, self.cluster, moves=rung == 3)
+            return on_gpu(f"shared: a trainer on {trainer_words(options)}, in turn", both, limit_bytes)
+        moved = on_host(
+            f"shared: a trainer on {trainer_words(options)}", self.work, options, self.cluster, moves=rung == 3
+        )
         if moved is not None:
             return moved
         layout = GpuLayout("shared", options, parallel, ranks // parallel, rung=rung, shadow=False)
@@ -236,7 +221,7 @@ class Planner:
         trainer = self._trainer(gpus, self.limit_bytes - taken.nbytes, ways=1)
         if isinstance(trainer, MemoryShortage) or not engine.groups:
             table, _ = trainer_table(self.work, self._mine(gpus), self.limit_bytes - taken.nbytes)
-            name = f"at once: a trainer on {_words(self._mine(gpus))}, {engines} engines"
+            name = f"at once: a trainer on {trainer_words(self._mine(gpus))}, {engines} engines"
             return on_gpu(name, _with(table, taken), self.limit_bytes)
         used, table, kept = trainer
         sides: dict[str, Table] = {"both": _with(table, taken), "engines": {"generate": engine.memory.components}}
@@ -278,14 +263,14 @@ class Planner:
                 in_shares = [dataclasses.replace(each, sharded=True) for each in variants if each.snapshots]
                 fitting += self._fitting(in_shares, limit_bytes)
             for _, options, table, kept in sorted(fitting, key=lambda each: each[0]):
-                beyond = on_host(f"a trainer on {_words(options)}", self.work, options, self.cluster)
+                beyond = on_host(f"a trainer on {trainer_words(options)}", self.work, options, self.cluster)
                 if beyond is None:
                     return options, table, kept
                 short = short or beyond
         if short is not None:
             return short
         table, _ = trainer_table(self.work, mine, limit_bytes)
-        return on_gpu(f"a trainer on {_words(mine)}", table, limit_bytes)
+        return on_gpu(f"a trainer on {trainer_words(mine)}", table, limit_bytes)
 
     def _fitting(
         self, variants: Sequence[TrainerOptions], limit_bytes: float, *, frees: bool = False
@@ -337,6 +322,11 @@ class Planner:
     def _rates(self, layout: GpuLayout, kept: int, groups: int) -> Rates:
         """Return the rates of a layout whose replicas decode ``groups`` at a time."""
         work, cluster, trainer, corrected = self.work, self.cluster, layout.trainer, self.corrections
+        train_s = rooflines.update_seconds(work, cluster, trainer) * corrected.update
+        passes = rooflines.train_seconds(work, cluster, trainer, kept, work.step_tokens)
+        token_s = passes / work.step_tokens * corrected.train
+        if not layout.replicas:
+            return Rates(0.0, 0.0, 0.0, train_s, token_s, 0.0)
         most, host = max(2.0, float(groups * work.group_size)), corrected.host
         few_s, many_s = (
             rooflines.decode_seconds(
@@ -345,7 +335,6 @@ class Planner:
             for sequences in (most / 8, most)
         )
         slope = (many_s - few_s) / (most - most / 8)
-        passes = rooflines.train_seconds(work, cluster, trainer, kept, work.step_tokens)
         beside, switch_s = 0.0, 0.0
         if layout.placement == "at once":
             beside = rooflines.speed_beside_training(work, cluster, layout.engines, most, host=host)
@@ -357,8 +346,8 @@ class Planner:
             decode_s=max(few_s - slope * (most / 8 - 1), 1e-6) * corrected.decode,
             sequence_s=slope * corrected.decode,
             prefill_s=work.read_tokens * rooflines.prefill_seconds(work, cluster, layout.tensor_parallel),
-            train_s=rooflines.update_seconds(work, cluster, trainer) * corrected.update,
-            token_s=passes / work.step_tokens * corrected.train,
+            train_s=train_s,
+            token_s=token_s,
             transfer_s=rooflines.transfer_seconds(work, cluster, trainer, layout.replicas, layout.copies),
             switch_s=switch_s,
             beside=beside,
@@ -375,17 +364,6 @@ def _variants(way: TrainerOptions, mine: TrainerOptions, shares: Sequence[int]) 
         for snapshots in dict.fromkeys((mine.snapshots, 0))
         for together in dict.fromkeys(shares)
     ]
-
-
-def _counted(number: int, word: str) -> str:
-    return f"{number} {word}{'s' * (number != 1)}"
-
-
-def _words(options: TrainerOptions) -> str:
-    more = ", 8-bit Adam" if options.optimizer == "adamw_8bit" else ""
-    more += f", offload {options.offload}" if options.offload != "none" else ""
-    more += f", experts over {options.expert_parallel}" if options.expert_parallel > 1 else ""
-    return f"{options.ranks}, ZeRO {options.zero_stage}{more}"
 
 
 def _without_snapshots(table: Table) -> Table:

@@ -147,9 +147,8 @@ def _lasting(work: Workload, options: TrainerOptions) -> list[Component]:
     if work.critic is not None:
         parts.append(Component("critic", _critic_bytes(_of_critic(work, work.critic), options), _STATES))
     if work.reference:
-        parts.append(  # whole on each GPU, whatever DeepSpeed divides or offloads
-            Component("reference", float(work.policy_bytes), 'set algorithm.reference = "reward", or policy.lora.rank')
-        )
+        less = "set policy.lora.rank" + ', or algorithm.reference = "reward"' * work.kind.generates
+        parts.append(Component("reference", float(work.policy_bytes), less))  # whole, whatever DeepSpeed does
     if options.snapshots and not work.lora_rank:
         parts.append(Component("snapshots", options.snapshots * _snapshot(work, options), _SNAPSHOTS))
     return [*parts, Component("context", CONTEXT + (_NCCL if options.ranks > 1 else 0.0))]

@@ -1,4 +1,4 @@
-"""Seconds of a step in closed form: the longest of what bounds it.
+"""A layout, and the seconds of its step in closed form: the longest of what bounds it.
 
 ::
 
@@ -12,11 +12,49 @@ every group was (docs/plan.md).
 """
 
 import dataclasses
+from typing import Literal
 
-from penstock.services.plan.rates import SLOWED, Rates
+from penstock.services.plan.memory import TrainerOptions
+from penstock.services.plan.rates import FAN_OUT, SLOWED, Rates
 from penstock.services.plan.workload import Lengths, Workload
 
 _QUANTILES, _ROUNDS = 256, 4
+Placement = Literal["separate", "shared", "at once", "alone"]
+"""``at once`` is ``placement.mode = "separate"`` with the same GPUs in trainer.gpus and rollout.gpus."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GpuLayout:
+    placement: Placement
+    trainer: TrainerOptions
+    tensor_parallel: int
+    replicas: int
+    engines: int = 1
+    mps: bool = False
+    """Whether several processes use a GPU under CUDA MPS instead of in time slices."""
+    rung: int = 0
+    shadow: bool = True
+
+    @property
+    def copies(self) -> int:
+        """Copies of a version that rank 0 sends where weights are pulled: replicas with a shadow relay, each engine without
+        one pulls from rank 0.
+        """
+        return min(FAN_OUT, self.replicas) if self.shadow else self.replicas * self.engines
+
+    @property
+    def gpus(self) -> int:
+        return self.trainer.ranks + (self.replicas * self.tensor_parallel if self.placement == "separate" else 0)
+
+    @property
+    def words(self) -> str:
+        if self.placement == "alone":
+            return f"train on {trainer_words(self.trainer)}"
+        each = f" of {self.tensor_parallel} GPUs" if self.tensor_parallel > 1 else ""
+        each += f", {self.engines} engines{' each' * (self.replicas > 1)}" if self.engines > 1 else ""
+        where = "" if self.placement == "separate" else ", on the same GPUs"
+        mps = ", under CUDA MPS" if self.mps else ""
+        return f"train on {trainer_words(self.trainer)}; {counted(self.replicas, 'replica')}{each}{where}{mps}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -47,6 +85,8 @@ class Pace:
 
 def pace(work: Workload, rates: Rates, replicas: Replicas) -> Pace:
     train_s = rates.train_s + rates.token_s * work.step_tokens
+    if not replicas.count:
+        return Pace(train_s, train_s, 0.0)
     if replicas.at_once:
         train_s *= SLOWED if work.max_lag else 1.0
         generate_s = max(_generation(work, rates, replicas, work.slots))
@@ -97,3 +137,14 @@ def longest_of(lengths: Lengths, samples: int) -> float:
     ordered, count = sorted(lengths.quantiles(_QUANTILES)), _QUANTILES
     shares = (((place + 1) / count) ** samples - (place / count) ** samples for place in range(count))
     return sum(length * share for length, share in zip(ordered, shares, strict=True))
+
+
+def counted(number: int, word: str) -> str:
+    return f"{number} {word}{'s' * (number != 1)}"
+
+
+def trainer_words(options: TrainerOptions) -> str:
+    more = ", 8-bit Adam" if options.optimizer == "adamw_8bit" else ""
+    more += f", offload {options.offload}" if options.offload != "none" else ""
+    more += f", experts over {options.expert_parallel}" if options.expert_parallel > 1 else ""
+    return f"{options.ranks}, ZeRO {options.zero_stage}{more}"

@@ -10,14 +10,15 @@ import tomli_w
 
 from penstock.services.plan import routes
 from penstock.services.plan.hardware import GIB, Cluster
-from penstock.services.plan.layouts import Candidate, GpuLayout, Planner
+from penstock.services.plan.layouts import Candidate, Planner
 from penstock.services.plan.memory import Table, offloaded_bytes, peak, total
+from penstock.services.plan.pace import GpuLayout
 from penstock.services.plan.rates import checkpoint_seconds
 from penstock.services.plan.shortage import MemoryShortage, checkpoint_copy_bytes, offloaded_states_bytes
 from penstock.services.plan.workload import Workload
 from penstock.shared.errors import SettingsError
 from penstock.shared.files.durable import write_whole
-from penstock.shared.settings import Settings, loads
+from penstock.shared.settings import RunKind, Settings, loads
 
 SHOWN = 3
 _PROBLEMS = 5
@@ -70,8 +71,11 @@ def text(plan: Plan) -> str:
         ]
     settings = plan.settings
     given = [("rollout.engine", settings.rollout.engine, "transformers"), ("run.device", settings.run.device, "cpu")]
+    given = given if settings.kind.generates else given[1:]
     if others := [f'{setting} = "{value}"' for setting, value, other in given if value == other]:
-        lines += [f"planned for vLLM on GPUs, whose memory and rates are others than with {' and '.join(others)}"]
+        lines += [
+            f"planned for {'vLLM on GPUs' if settings.kind.generates else 'GPUs'}, whose memory and rates are others than with {' and '.join(others)}"
+        ]
     if plan.planner.work.shape.weights < _LEAST_COMPARED:
         lines += [
             f"of a model below {_counted(_LEAST_COMPARED)} weights, the smallest compared with runs, seconds are lower bounds: what steps "
@@ -124,12 +128,17 @@ def _head(planner: Planner) -> str:
     trained = f", of which LoRA trains {work.trained / 1e6:,.0f}M" if work.lora_rank else ""
     on_host = f", {cluster.host_memory_bytes / GIB:,.0f} GiB on a host" if cluster.host_memory_bytes else ""
     return (
-        f"{work.shape.name} ({_counted(work.shape.weights)} weights{trained}) on {cluster.words}: {work.groups} groups of "
-        f"{work.group_size} samples a step, max_lag {work.max_lag}\n"
+        f"{work.shape.name} ({_counted(work.shape.weights)} weights{trained}) on {cluster.words}: {_batch(work)}\n"
         f"prompts of {work.prompt_tokens:,} tokens{'' if work.counts_prompts else ' (estimated)'}, completions of {work.lengths.mean:,.0f}, at most {work.lengths.most:,}"
         f"{_turns(work)}; "
         f"{planner.limit_bytes / GIB:.1f} GiB usable on a GPU{on_host}"
     )
+
+
+def _batch(work: Workload) -> str:
+    if work.kind.generates:
+        return f"{work.groups} groups of {work.group_size} samples a step, max_lag {work.max_lag}"
+    return f"{work.groups} {'preference pairs' if work.kind is RunKind.PAIRS else 'demonstrations'} a step"
 
 
 def _turns(work: Workload) -> str:
@@ -146,13 +155,14 @@ def _candidate(plan: Plan, number: int, candidate: Candidate) -> list[str]:
     hours = work.steps * step_s * layout.gpus / 3600
     way = ("pulled from all ranks" if trainer.sharded else "pulled") if trainer.snapshots else "by file"
     transfer_s = candidate.rates.transfer_s
+    live = [f"   weights, {way}: live after {_rounded(transfer_s)} s, {transfer_s / step_s:.0%} of a step"]
     copied_s, written_s = checkpoint_seconds(work, plan.planner.cluster, trainer)
     return [
         f"{number}. {layout.placement}{' (refused)' if refusal else _reservation(candidate)}: {layout.words}",
         *([f"   {refusal}"] if refusal else []),
-        f"   {_rounded(step_s)} s a step, {work.samples / step_s:,.1f} samples/s, {_rounded(hours)} GPU-hours for {work.steps} steps; "
+        f"   {_rounded(step_s)} s a step, {work.samples / step_s:,.1f} samples/s, {_rounded(hours)} GPU-hours for {work.steps} steps"
         f"{_bound(candidate)}",
-        f"   weights, {way}: live after {_rounded(transfer_s)} s, {transfer_s / step_s:.0%} of a step",
+        *(live if layout.replicas else ()),
         f"   a checkpoint's copy takes {_rounded(_copy_bytes(plan, candidate) / GIB)} GiB of a host's memory and {_rounded(copied_s)} s, "
         f"in which training waits; written after {_rounded(written_s, 0)} s",
         *_on_host(plan, candidate),
@@ -222,17 +232,21 @@ def _reservation(candidate: Candidate) -> str:
     """Return what is said of a layout that was not run (docs/placement.md)."""
     layout = candidate.layout
     one_each = layout.tensor_parallel == 1 and (layout.engines == 1 or layout.placement == "at once")
-    tried = layout.placement == "separate" or (one_each and layout.trainer.ranks <= _TRIED_RANKS[layout.placement])
+    tried = layout.placement in ("separate", "alone") or (
+        one_each and layout.trainer.ranks <= _TRIED_RANKS[layout.placement]
+    )
     return "" if tried else " (not verified on GPUs)"
 
 
 def _bound(candidate: Candidate) -> str:
-    """Return what bounds the run."""
-    waits = candidate.pace.waits
-    if candidate.layout.placement == "separate":
-        return f"generation bounds it: the trainer waits {waits:.0%}" if waits > _BOUND else "training bounds it"
-    where = "in turn" if candidate.layout.placement == "shared" else "beside generation"
-    return f"the GPUs train {1 - waits:.0%} of the time, {where}"
+    """Return what bounds the run, if something may."""
+    waits, placement = candidate.pace.waits, candidate.layout.placement
+    if placement == "alone":
+        return ""
+    if placement == "separate":
+        return f"; generation bounds it: the trainer waits {waits:.0%}" if waits > _BOUND else "; training bounds it"
+    where = "in turn" if placement == "shared" else "beside generation"
+    return f"; the GPUs train {1 - waits:.0%} of the time, {where}"
 
 
 def _phase(phase: Any, table: Table) -> str:
@@ -282,11 +296,12 @@ def _run_values(given: Mapping[str, Any], settings: Settings, candidate: Candida
     if trainer.micro_batch_tokens != settings.trainer.micro_batch_tokens:
         table["micro_batch_tokens"] = trainer.micro_batch_tokens
     table["ranks"] = min(trainer.ranks, cluster.per_node)
-    rollout |= {"replicas": layout.replicas, "max_groups": candidate.max_groups, "engines_per_gpu": layout.engines}
-    vllm = rollout.setdefault("vllm", {})
-    vllm["tensor_parallel_size"] = layout.tensor_parallel
-    if candidate.utilization:
-        vllm["gpu_memory_utilization"] = candidate.utilization
+    if layout.replicas:
+        rollout |= {"replicas": layout.replicas, "max_groups": candidate.max_groups, "engines_per_gpu": layout.engines}
+        vllm = rollout.setdefault("vllm", {})
+        vllm["tensor_parallel_size"] = layout.tensor_parallel
+        if candidate.utilization:
+            vllm["gpu_memory_utilization"] = candidate.utilization
     weights = values.setdefault("weights", {})
     weights["transport"] = "pull" if trainer.snapshots else "file"
     weights.pop("snapshots", None)
@@ -298,7 +313,12 @@ def _run_values(given: Mapping[str, Any], settings: Settings, candidate: Candida
         for name in ("gpus", "nodes", "node", "rendezvous"):
             side.pop(name, None)
     placement = values.pop("placement", {})
-    if in_turn:
+    if not rollout:
+        del values["rollout"]
+    if not layout.replicas:
+        if cluster.nodes == 1:
+            table["gpus"] = list(range(layout.gpus))
+    elif in_turn:
         values["placement"] = {**placement, "mode": "shared"}
     elif cluster.nodes == 1:
         table["gpus"], rollout["gpus"] = _gpus(layout)
@@ -326,8 +346,9 @@ def _by_hand(layout: GpuLayout, cluster: Cluster) -> list[str]:
     trainer, replica = _hosts(layout, cluster)
     values = f"trainer.nodes = {trainer}, trainer.gpu.count = {min(layout.trainer.ranks, cluster.per_node)}, rollout.replicas = {layout.replicas}, rollout.nodes = {replica}"
     each = min(layout.tensor_parallel, cluster.per_node)
+    chart = f"On Kubernetes, values of the chart: {values}, rollout.gpu.count = {each}."
     lines = [
-        f"For {cluster.nodes} hosts. On Kubernetes, values of the chart: {values}, rollout.gpu.count = {each}.",
+        f"For {cluster.nodes} hosts. {chart if layout.replicas else 'The Helm chart does not run it.'}",
         "Elsewhere, start each service on its host (docs/kubernetes.md)",
     ]
     if trainer > 1:

@@ -13,7 +13,7 @@ from typing import Any
 from penstock.services.plan.shapes import Shape, shape_of
 from penstock.shared.errors import SettingsError
 from penstock.shared.model.context import check_rows
-from penstock.shared.settings import Settings
+from penstock.shared.settings import RunKind, Settings
 
 _CHARACTERS_PER_TOKEN = 4
 _ROWS = 200
@@ -37,6 +37,10 @@ class Lengths:
     most: int
     spread: float = _SPREAD
     sample: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, sample: Sequence[int]) -> "Lengths":
+        return cls(sum(sample) / len(sample), max(sample), sample=tuple(sample))
 
     def quantiles(self, count: int) -> list[float]:
         places = [(index + 0.5) / count for index in range(count)]
@@ -108,6 +112,8 @@ class Workload:
     """None: a sample is one completion."""
     replays: bool = False
     """Whether the experts of each token travel (``trainer.router_replay``)."""
+    kind: RunKind = RunKind.SAMPLES
+    """With demonstrations or pairs, a group is one of them, and ``lengths`` are those of the data, unknown without ``sample``."""
 
     @property
     def sample_tokens(self) -> float:
@@ -189,13 +195,17 @@ def workload_of(settings: Settings, model: str = "") -> Workload:
             has_dropout=bool(settings.policy.lora.rank and settings.policy.lora.dropout),
         )
     forwards = (algorithm.proximal == "recomputed") + reference
+    kind, prompt_tokens, completions = settings.kind, *_estimated(settings)
+    lengths = Lengths(max(1.0, _MEAN_SHARE * sampling.max_new_tokens), sampling.max_new_tokens)
+    if not kind.generates:
+        lengths = Lengths.of(completions) if completions else Lengths(1, 1)
     return Workload(
         shape=shape,
         weight_bytes=4 if settings.policy.dtype == "float32" else 2,
         groups=algorithm.groups_per_step,
-        group_size=sampling.group_size,
-        prompt_tokens=_prompt_tokens(settings),
-        lengths=Lengths(max(1.0, _MEAN_SHARE * sampling.max_new_tokens), sampling.max_new_tokens),
+        group_size=sampling.group_size if kind.generates else 1 + (kind is RunKind.PAIRS),
+        prompt_tokens=prompt_tokens,
+        lengths=lengths,
         max_lag=algorithm.max_lag,
         steps=settings.run.steps,
         passes=algorithm.epochs + forwards / 3 + (critic is not None) * (algorithm.epochs + 1 / 3),
@@ -204,6 +214,7 @@ def workload_of(settings: Settings, model: str = "") -> Workload:
         lora_rank=settings.policy.lora.rank,
         uncounted=tuple(_scoring_models(settings)),
         replays=settings.trainer.router_replay,
+        kind=kind,
     )
 
 
@@ -255,15 +266,23 @@ def _scoring_models(settings: Settings) -> Iterator[str]:
     yield from (f"model of {teacher.setting}" for teacher in settings.reward.teachers if not teacher.url)
 
 
-def _prompt_tokens(settings: Settings) -> int:
+def _estimated(settings: Settings) -> tuple[int, list[int]]:
+    """Return the mean tokens of prompts, and those of each completion in the data, from characters."""
     files = [Path(source) for source in settings.data.sources if source.endswith(".jsonl") and Path(source).is_file()]
     if not files:
-        return _PROMPT_TOKENS
-    prompts = [
-        row.get(settings.data.prompt_field) or row.get("messages") or "" for file in files for row in _rows(file)
-    ]
-    letters = [len(text if isinstance(text, str) else json.dumps(text)) for text in prompts]
-    return max(1, round(sum(letters) / max(1, len(letters)) / _CHARACTERS_PER_TOKEN))
+        return _PROMPT_TOKENS, []
+    data, rows = settings.data, [row for file in files for row in _rows(file)]
+    prompts, completions = [row.get(data.prompt_field) or row.get("messages") or "" for row in rows], []
+    if not settings.kind.generates:
+        prompts = [turns if isinstance(turns, str) else turns[:-1] for turns in prompts]
+        names = [name for name in (data.completion_field, data.rejected_field) if name]
+        completions = [row.get(name) or row.get("messages", ())[-1:] for row in rows for name in names]
+    tokens = sum(map(_tokens, prompts)) / max(1, len(prompts))
+    return max(1, round(tokens)), [max(1, round(_tokens(each))) for each in completions]
+
+
+def _tokens(text: object) -> float:
+    return len(text if isinstance(text, str) else json.dumps(text)) / _CHARACTERS_PER_TOKEN
 
 
 def _rows(path: Path, most: int = _ROWS) -> list[dict[str, Any]]:

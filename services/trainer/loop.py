@@ -55,6 +55,7 @@ from penstock.services.trainer.rank0.probe import Prober
 from penstock.services.trainer.rank_group import writers_group
 from penstock.shared.bus.messages import Experience, PolicyVersion, StepPlan
 from penstock.shared.errors import SettingsError
+from penstock.shared.files.checkpoint_folder import CHECKPOINTS
 from penstock.shared.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -85,7 +86,7 @@ class Trainer:
         self._phases = Phases(engine.device, self._components)
         self._learner = Learner(engine, settings, self._phases, critic, reference)
         self._prober = Prober(engine, settings)
-        self._root = settings.run_folder / "checkpoints"
+        self._root = settings.run_folder / CHECKPOINTS
         self._residencies = [part.residency for part in (engine, critic) if part is not None]
         if isinstance(reference, nn.Module):
             self._residencies.append(Residency(reference, engine.device))

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from penstock.services.plan.certain import checkpoint_bytes, visible_gpus
+from penstock.shared.files.checkpoint_folder import CHECKPOINTS
 from penstock.shared.files.durable import LEAST_BYTES
 from penstock.shared.settings import Settings
 
@@ -18,7 +19,7 @@ def checkpoint_notice(settings: Settings, folder: Path, free_bytes: Callable[[Pa
     sizes config.json does not give exactly.
     """
     nbytes, kept = checkpoint_bytes(settings) if visible_gpus() else 0.0, settings.trainer.keep_last
-    free, there = free_bytes(folder), len(list((folder / "checkpoints").glob("step-*")))
+    free, there = free_bytes(folder), len(list((folder / CHECKPOINTS).glob("step-*")))
     if not nbytes or free >= (kept + 1 - min(there, kept)) * nbytes:
         return ""
     more = (

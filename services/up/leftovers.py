@@ -9,6 +9,7 @@ from penstock.services.up.prepare import Prepared
 from penstock.services.up.run_folder import has_checkpoint
 from penstock.services.up.supervisor import Ending
 from penstock.shared.errors import PenstockError
+from penstock.shared.files.checkpoint_folder import CHECKPOINTS, name_of
 from penstock.shared.files.durable import write_whole
 from penstock.shared.settings import SETTINGS_FILE, Settings, load
 from penstock.shared.tracked import read_undelivered
@@ -54,7 +55,7 @@ def missing(folder: Path, settings: Settings, summary: dict[str, Any]) -> dict[s
     if has_checkpoint(folder, steps):
         lacks.pop("checkpoint", None)
     else:
-        lacks.setdefault("checkpoint", f"checkpoints/step-{steps:06d} does not exist; see the trainer's log")
+        lacks.setdefault("checkpoint", f"{CHECKPOINTS}/{name_of(steps)} does not exist; see the trainer's log")
     return lacks | read_undelivered(folder, settings.tracking.sinks)
 
 

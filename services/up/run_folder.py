@@ -18,6 +18,7 @@ from typing import TextIO
 from penstock.services.up import process_tree
 from penstock.shared.bus.keys import RUN_ID_PATTERN
 from penstock.shared.errors import SettingsError
+from penstock.shared.files.checkpoint_folder import checkpoint_folder
 from penstock.shared.process.children import kill_group
 from penstock.shared.settings import SETTINGS_FILE, Settings
 
@@ -30,7 +31,7 @@ _LEFTOVER_S = 10.0
 
 def has_checkpoint(folder: Path, step: int) -> bool:
     """Whether the checkpoint after ``step`` exists; before the first step there is nothing to save."""
-    return step == 0 or (folder / "checkpoints" / f"step-{step:06d}").is_dir()
+    return step == 0 or checkpoint_folder(folder, step).is_dir()
 
 
 def new_run_id(config: Path) -> str:

@@ -373,12 +373,14 @@ def test_help_names_the_commands_and_shows_examples() -> None:
     assert "penstock up --resume runs/latest" in up
 
 
-@pytest.mark.parametrize("words", [["tail"], ["memory", "runs/x"], ["policies", "unpin", "3"], ["runs", "list"]])
-def test_a_command_that_moved_says_what_to_type_and_that_exists(
+@pytest.mark.parametrize(
+    "words", [["tail"], ["memory", "runs/x"], ["policies", "unpin", "3"], ["runs", "list"], ["dpo", "run.toml"]]
+)
+def test_a_command_that_moved_or_is_of_other_tools_says_what_to_type_and_that_exists(
     words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(words) == 2
-    (now,) = re.findall(r"this command has moved: use `penstock ([^`]+)`", capsys.readouterr().err)
+    (now,) = re.findall(r"there is no such command: use `penstock ([^`]+)`", capsys.readouterr().err)
     help_of = [word for word in now.split() if word.islower() and not word.startswith("-")]
     assert main([*help_of, "--help"]) == 0
 

@@ -23,9 +23,9 @@ from penstock.services.client.views import RunView
 from penstock.services.coordinator.policies.relay_tree import FAN_OUT, sources
 from penstock.services.plan import certain, report
 from penstock.services.plan.hardware import parse_cluster
-from penstock.services.plan.layouts import GpuLayout, Placement
 from penstock.services.plan.measured import measured
 from penstock.services.plan.memory import TrainerOptions, peak, trainer_table
+from penstock.services.plan.pace import GpuLayout, Placement
 from penstock.services.plan.rates import checkpoint_seconds, transfer_seconds
 from penstock.services.plan.report import write
 from penstock.services.plan.shapes import SHAPES, shape_of
@@ -209,14 +209,92 @@ def test_models_that_no_gpu_holds_are_planned_in_shares_and_start_as_written(
     assert written_s - copied_s == pytest.approx(states / 2e9), "of all, to storage that hosts share"
 
 
+SHOWN = ["--algorithm.loss=cross_entropy"]
+PAIRS = ["--algorithm.preset=dpo", "--data.completion_field=good", "--data.rejected_field=bad"]
+
+
+def supervised(folder: Path, flags: Sequence[str]) -> Settings:
+    """Return the settings of a run over rows with prompts of 40 characters, and completions of 80 and 160."""
+    rows = [
+        {"prompt": "p" * 40, "completion": "c" * length, "good": "g" * length, "bad": "b" * 80} for length in (80, 160)
+    ]
+    (folder / "shown.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return load(None, [*flags, f"--data.path={folder / 'shown.jsonl'}"])
+
+
 @pytest.mark.parametrize(
-    "flags", [["--algorithm.loss=cross_entropy"], ["--algorithm.preset=dpo", "--data.rejected_field=bad"]]
+    ("flags", "batch", "mean", "step_tokens", "passes"),
+    [
+        (SHOWN, "32 demonstrations a step", 30, 32 * (10 + 30), 1.0),
+        (PAIRS, "32 preference pairs a step", 25, 32 * (10 + 2 * 25), 4 / 3),
+        ([*PAIRS, "--policy.lora.rank=16"], "32 preference pairs a step", 25, 32 * (10 + 2 * 25), 4 / 3),
+    ],
 )
-def test_runs_without_generation_are_not_planned_as_if_they_had_one(flags: list[str]) -> None:
+def test_a_supervised_run_is_planned_as_its_trainer_alone(
+    tmp_path: Path, flags: list[str], batch: str, mean: float, step_tokens: int, passes: float
+) -> None:
+    plan = make(supervised(tmp_path, flags), "8xH200", "7b")
+    work, said = plan.planner.work, report.text(plan)
+    assert (work.lengths.mean, work.step_tokens, work.passes) == (mean, step_tokens, passes)
+    assert f"on 8xH200: {batch}\nprompts of 10 tokens (estimated), completions of {mean}, at most 40; " in said
+    assert not any(words in said for words in ("replica", "generat", "weights, pulled", "max_lag"))
+    assert [candidate.layout.trainer.ranks for candidate in plan.candidates] == [8, 4, 2, 1]
+    for candidate in plan.candidates:
+        table, _ = trainer_table(work, candidate.layout.trainer, plan.planner.limit_bytes)
+        assert candidate.memory == {"trainer": table}, "as beside replicas"
+        assert candidate.pace.step_s == candidate.rates.train_s + candidate.rates.token_s * step_tokens
+    parts = {part.name: part.nbytes for part in plan.candidates[0].memory["trainer"]["wait"]}
+    assert parts.get("reference") == (work.policy_bytes if flags is PAIRS else None), "with adapters, it is the base"
+
+
+def test_demonstrations_of_messages_have_what_the_assistant_says_last_as_completion(tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "u" * 100}, {"role": "assistant", "content": "a" * 50}]
+    (tmp_path / "shown.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
+    work = workload_of(load(None, [*SHOWN, f"--data.path={tmp_path / 'shown.jsonl'}"]), "7b")
+    assert (work.prompt_tokens, work.lengths.mean) == (33, 22), "with the names of JSON: 132 and 87 characters"
+
+
+def test_a_supervised_run_is_written_with_the_ranks_of_its_fastest_layout(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    supervised(tmp_path, SHOWN)
+    (tmp_path / "run.toml").write_text(f'[data]\npath = "{tmp_path}/shown.jsonl"\n')
+    words = ["plan", str(tmp_path / "run.toml"), *SHOWN, "--model", "7b", "--json", "--gpus", "4xH200"]
+    assert main([*words, "--write", str(tmp_path / "planned.toml")]) == 0
+    first = json.loads(capsys.readouterr().out)["layouts"][0]
+    assert (first["placement"], first["gpus"], first["replicas"], first["supported"]) == ("alone", 4, 0, True)
+    written = load(tmp_path / "planned.toml", environment={})
+    assert (written.kind.generates, written.trainer.ranks, written.trainer.gpus) == (False, 4, (0, 1, 2, 3))
+    assert "rollout" not in tomllib.loads((tmp_path / "planned.toml").read_text())
+
+
+def test_supervised_runs_are_planned_on_hosts_and_by_the_tokens_of_their_tokenizer(tmp_path: Path) -> None:
+    plan = make(supervised(tmp_path, SHOWN), "2x8xH200", "70b")
+    assert [candidate.layout.trainer.ranks for candidate in plan.candidates] == [16, 8]
+    assert "# For 2 hosts. The Helm chart does not run it.\n" in plan.run_file(plan.candidates[0])
+    flags = ["--algorithm.clip=[0.2, 0.2]", "--data.completion_field=answer", "--evaluation.path="]
+    work = make(load(ROOT / "config/arithmetic.toml", [*SHOWN, *flags]), "1xH200").planner.work
+    assert (work.prompt_tokens, work.counts_prompts, work.lengths.most) == (6, True, 4), "three digits and the end"
+
+
+def test_demonstrations_that_are_not_on_this_machine_are_not_planned() -> None:
     with pytest.raises(
-        SettingsError, match=r"^expected a run that generates with penstock plan, found algorithm.loss = "
+        SettingsError, match=r"whose lengths no setting tells, found no file hf://a/b:train.*data\.path"
     ):
-        make(load(None, flags), "1xH200", "7b")
+        make(load(None, [*SHOWN, "--data.path=hf://a/b:train"]), "1xH200", "7b")
+
+
+def test_a_supervised_run_corrects_the_rates_and_not_the_lengths(tmp_path: Path) -> None:
+    line = {"phase_forward_backward_s": 1.5, "phase_optimizer_s": 0.5, "phase_wait_s": 9.0, "step_s": 11.0}
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps({**line, "step": step}) + "\n" for step in range(1, 7)))
+    own = supervised(tmp_path, SHOWN)
+    (tmp_path / "settings.toml").write_text(tomli_w.dumps(own.model_dump(mode="json", exclude_unset=True)))
+    (tmp_path / "summary.json").write_text("{}")
+    plan = make(own, "1xH200", "7b", tmp_path)
+    assert plan.planner.work.lengths.mean == 30
+    assert plan.planner.as_set(layout_of(own)).pace.step_s == pytest.approx(2.0, rel=0.01), (
+        "without the wait for the first rows"
+    )
 
 
 def test_what_is_planned_as_vllm_on_gpus_though_the_run_says_otherwise_is_said() -> None:

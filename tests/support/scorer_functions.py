@@ -7,8 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-from penstock.services.reward.scorers.scorer import Result
-from penstock.shared.bus.messages import Prompt, Sample, ScoreStatus
+from penstock import Prompt, Result, Sample, ScoreStatus
 
 NUMBER = 1
 

@@ -11,7 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from penstock.services.cli.reports import memory
+from penstock.services.coordinator.records.jsonl import read
+from penstock.services.coordinator.records.memory import MEMORY_FILE
 from penstock.shared.bus.stores.policy.ledger import Ledger, RunState
+from penstock.shared.settings import load_run
 from tests.chaos.audit import audit_groups, audit_versions
 from tests.chaos.run import ROOT, Run, left_behind, running, steps_of
 from tests.conftest import PATIENCE_S
@@ -68,7 +72,8 @@ async def test_preference_pairs_are_trained_once_whatever_is_killed_and_held_out
 ) -> None:
     """Of one and of two turns."""
     flags = {"data.completion_field": "chosen", "data.rejected_field": "rejected", "algorithm.dpo_beta": 0.5}
-    _, steps = await _through_kills(tmp_path, {**flags, **_in_turns(tmp_path, _pair)})
+    run, steps = await _through_kills(tmp_path, {**flags, **_in_turns(tmp_path, _pair)})
+    _assert_planned(run.folder)
     losses, ordered = (
         {step["step"]: step[name] for step in steps if name in step}
         for name in ("evaluation_loss", "evaluation_accuracy")
@@ -80,6 +85,14 @@ async def test_preference_pairs_are_trained_once_whatever_is_killed_and_held_out
     assert ordered[len(steps)] >= 0.85, "at first 0.75, of which half have two turns"
     assert steps[-1]["preference_margin"] > 1.0 > abs(steps[0]["preference_margin"])
     assert all("reward_mean" not in step for step in steps), "what makes a pair is no score"
+
+
+def _assert_planned(folder: Path) -> None:
+    """The tensors of the trainer are those of `penstock plan --memory`, but for norms."""
+    (measured,) = [phase for phase in memory.phases(read(folder / MEMORY_FILE)) if phase.phase == "optimizer"]
+    planned = memory.predicted(load_run(folder), measured)
+    names = ("weights", "gradients", "master weights", "moments", "reference", "snapshots")
+    assert [planned[name] for name in names] == pytest.approx([measured.components[name] for name in names], rel=0.01)
 
 
 def _evaluated(steps: list[dict[str, float]]) -> list[int]:

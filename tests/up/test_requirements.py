@@ -109,7 +109,8 @@ def test_a_usable_row_among_the_first_ones_leaves_the_judgement_to_the_coordinat
 
 def test_held_out_rows_without_the_columns_are_refused_by_the_setting_of_their_set(config: Path) -> None:
     (config.parent / "held.jsonl").write_text('{"question": "1+1=", "answer": "2"}\n')
-    assert "or change evaluation.path.sums or the columns" in refusal(config, '--evaluation.path={sums="held.jsonl"}')
+    told = refusal(config, '--evaluation.path={sums="held.jsonl"}')
+    assert "or change evaluation.path.sums or the columns in [data] (a run needs no held-out rows: --ev" in told
 
 
 @pytest.mark.parametrize("setting", ["coordinator.host", "run.host"])

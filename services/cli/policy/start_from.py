@@ -16,6 +16,7 @@ from penstock.services.offline.stored import export
 from penstock.services.up import prepare, run_folder
 from penstock.services.up.continuation import FIXED, shown, value_of
 from penstock.shared.errors import SettingsError
+from penstock.shared.files.checkpoint_folder import CHECKPOINTS
 from penstock.shared.settings import Settings, load, load_run
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ def _checkpoint(source: str) -> "tuple[Checkpoint, Settings]":
     if not at or not step.isdecimal():
         name, step = source, ""
     settings = load_run(Path(name))
-    known = {each.state.step: each for each in local_store.find(settings.run_folder / "checkpoints")}
+    known = {each.state.step: each for each in local_store.find(settings.run_folder / CHECKPOINTS)}
     chosen = known.get(int(step)) if step else known[max(known)] if known else None
     if chosen is None:
         steps = ", ".join(map(str, sorted(known))) or "no step"

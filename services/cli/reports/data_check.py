@@ -45,6 +45,8 @@ class PromptLengths:
     tokens: Sequence[int]
     refused: Sequence[str]
     """Why prompts cannot be generated."""
+    completions: Sequence[int] = ()
+    """Of the same rows, if these are demonstrations or pairs."""
 
 
 def check(settings: Settings, shown: int) -> bool:
@@ -80,7 +82,7 @@ def _opened(settings: Settings) -> tuple[Data, Tokenizer, TokenizerCodec]:
 
 
 def prompt_lengths(settings: Settings) -> PromptLengths:
-    """Return what :func:`check` says about lengths. Raises SettingsError."""
+    """Return what :func:`check` says about lengths, and those of completions. Raises SettingsError."""
     logging.getLogger("penstock.services").addHandler(logging.NullHandler())
     data, _, codec = _opened(settings)
     return measure(data.train.problems, settings, codec)
@@ -88,13 +90,15 @@ def prompt_lengths(settings: Settings) -> PromptLengths:
 
 def measure(problems: Sequence[Problem], settings: Settings, codec: TokenizerCodec) -> PromptLengths:
     chosen = np.unique(np.linspace(0, len(problems) - 1, min(len(problems), _MOST_MEASURED)).astype(int))
-    tokens, refused = [], []
+    tokens, refused, completions = [], [], list[int]()
     for index in chosen:
         try:
             tokens.append(len(_prompt_ids(problems[index], settings, codec)))
         except PermanentError as error:
             refused.append(str(error))
-    return PromptLengths(tokens, refused)
+        if (shown := problems[index].demonstration) is not None:
+            completions += [len(each.token_ids) for each in shown.completions]
+    return PromptLengths(tokens, refused, completions)
 
 
 def histogram(tokens: Sequence[int]) -> list[str]:

@@ -242,7 +242,7 @@ def check_loaded(
     if bad:
         raise SettingsError(
             f"expected at least one usable row in {source}, found {_count(len(bad))}: correct them, or change "
-            f"{setting} or the columns in [data]. The first:\n  " + "\n  ".join(bad[:SHOWN])
+            f"{setting} or the columns in [data]{_or_none(setting)}. The first:\n  " + "\n  ".join(bad[:SHOWN])
         )
     raise SettingsError(f"expected at least one row in {source}, but it has no rows: change {setting}")
 
@@ -254,8 +254,12 @@ def _count(bad: int) -> str:
 def _too_many(source: str | Path, bad: Sequence[str], limit: int, setting: str) -> str:
     return (
         f"expected at most {limit} bad rows in {source}, found more: correct them, change {setting} or the columns in "
-        f"[data], or raise data.max_bad_rows. The first:\n  " + "\n  ".join(bad[:SHOWN])
+        f"[data], or raise data.max_bad_rows{_or_none(setting)}. The first:\n  " + "\n  ".join(bad[:SHOWN])
     )
+
+
+def _or_none(setting: str) -> str:
+    return "" if setting == "data.path" else ' (a run needs no held-out rows: --evaluation.path "")'
 
 
 MESSAGES_FIELD = "messages"

@@ -35,6 +35,7 @@ from penstock.shared.bus.messages import Event, Json, MemoryReport, MemorySample
 from penstock.shared.bus.stores.policy.policies import PolicyState
 from penstock.shared.bus.streams import Row, Stream
 from penstock.shared.errors import MessageError, SettingsError
+from penstock.shared.files.checkpoint_folder import checkpoint_folder
 from penstock.shared.settings import SETTINGS_FILE
 
 _FILES = {streams.STEPS: "metrics.jsonl", streams.EVENTS: "events.jsonl", streams.MEMORY: MEMORY_FILE}
@@ -147,7 +148,7 @@ class EndedRun:
             views[view.version] = view
         branch[-1].state = PolicyState.LIVE
         for view in branch:
-            checkpoint = self.folder / "checkpoints" / f"step-{view.step:06}"
+            checkpoint = checkpoint_folder(self.folder, view.step)
             view.checkpoint = str(checkpoint) if checkpoint.is_dir() else None
         for evaluation in self._evaluations():
             if evaluation.version in views:

@@ -36,6 +36,7 @@ from penstock.services.trainer.checkpoint.manifests import (
 from penstock.services.trainer.checkpoint.signatures import FIELD, UNSIGNED, Signer
 from penstock.shared.errors import SettingsError
 from penstock.shared.files import durable
+from penstock.shared.files.checkpoint_folder import name_of
 from penstock.shared.settings import PolicySettings
 
 MARKER = "state.json"
@@ -58,7 +59,7 @@ class Checkpoint:
 
 
 def beside(root: Path, step: int) -> Path:
-    return root / f".step-{step:06d}.tmp"
+    return root / f".{name_of(step)}.tmp"
 
 
 def make_whole(
@@ -84,7 +85,7 @@ def make_whole(
 
 def rename(written: Path, root: Path, state: CheckpointState, files: tuple[CheckpointFile, ...]) -> Checkpoint:
     """Move the complete folder ``written`` to its place under ``root``."""
-    folder = root / f"step-{state.step:06d}"
+    folder = root / name_of(state.step)
     for path in [*written.rglob("*"), written]:
         durable.flush(path)
     durable.replace_folder(written, folder)

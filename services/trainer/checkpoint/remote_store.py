@@ -37,6 +37,7 @@ from penstock.services.trainer.checkpoint.signatures import UNSIGNED, Signer, op
 from penstock.shared.bus.messages import PolicyVersion
 from penstock.shared.errors import StoreError, WeightsError
 from penstock.shared.files import durable
+from penstock.shared.files.checkpoint_folder import name_of
 from penstock.shared.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -323,7 +324,7 @@ def _letters(manifest: bytes) -> str:
 
 
 def _name(state: CheckpointState, manifest: bytes) -> str:
-    return f"step-{state.step:06d}-v{state.version:06d}-{_letters(manifest)}"
+    return f"{name_of(state.step)}-v{state.version:06d}-{_letters(manifest)}"
 
 
 def _files(folder: Path) -> list[Path]:

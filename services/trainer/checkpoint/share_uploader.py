@@ -19,6 +19,7 @@ from penstock.services.trainer.checkpoint.local_store import Checkpoint
 from penstock.services.trainer.checkpoint.remote_store import CheckpointStore, open_store
 from penstock.shared.backoff import Backoff
 from penstock.shared.errors import StoreError
+from penstock.shared.files.checkpoint_folder import CHECKPOINTS
 from penstock.shared.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -46,7 +47,7 @@ def uploading_share(settings: Settings) -> Iterator[None]:
 
 def _follow(settings: Settings, store: CheckpointStore, ended: threading.Event) -> None:
     """Upload the newest checkpoint's share whenever there is a new one, and once more after ``ended``."""
-    root, failures = settings.run_folder / "checkpoints", 0
+    root, failures = settings.run_folder / CHECKPOINTS, 0
     sent: Checkpoint | None = None
     while True:
         is_last = ended.is_set()

@@ -32,6 +32,7 @@ from penstock.services.trainer.model.policy import export, export_adapter, load_
 from penstock.shared.bus.messages import PolicyVersion
 from penstock.shared.bus.stores.policy.exports import check_free
 from penstock.shared.errors import PenstockError, WeightsError
+from penstock.shared.files.checkpoint_folder import CHECKPOINTS
 from penstock.shared.settings import Settings
 from penstock.shared.weights.format import manifest
 from penstock.shared.weights.format.snapshot import committed, read_snapshot
@@ -130,7 +131,7 @@ def _sources(
     for version, folder in committed(settings.snapshot_folder):
         if not adapter or (folder / _ADAPTER).is_file():
             sources[version].append(_Source(str(folder), functools.partial(_of_snapshot, folder)))
-    for checkpoint in local_store.find(settings.run_folder / "checkpoints"):
+    for checkpoint in local_store.find(settings.run_folder / CHECKPOINTS):
         source = _Source(str(checkpoint.folder), functools.partial(_of_checkpoint, checkpoint, settings))
         for version in {checkpoint.state.version, target} if source.name == known else {checkpoint.state.version}:
             sources[version].append(source)

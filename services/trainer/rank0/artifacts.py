@@ -20,6 +20,7 @@ from penstock.services.trainer.rank0.publication import Publication
 from penstock.services.trainer.rank_group import meet_at_storage
 from penstock.services.trainer.token_values import TokenRecorder
 from penstock.shared.bus.messages import Experience, Float32Array, PolicyVersion
+from penstock.shared.files.checkpoint_folder import CHECKPOINTS
 from penstock.shared.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -95,7 +96,7 @@ class Rank0Artifacts(Artifacts):
     def complete(self, state: CheckpointState | None, files: Mapping[Path, CheckpointFile], refusal: str) -> Saved:
         """Write the marker and rename the folder into place."""
         assert state is not None
-        root, base = self._settings.run_folder / "checkpoints", local_store.base_of(self._settings.policy)
+        root, base = self._settings.run_folder / CHECKPOINTS, local_store.base_of(self._settings.policy)
         state = dataclasses.replace(state, adapter_of=base)
         if not refusal:
             try:

@@ -41,6 +41,7 @@ from penstock.shared.bus.stores.policy.rollback import (
 )
 from penstock.shared.bus.stores.replicas.live_settings import Live
 from penstock.shared.errors import SettingsError, StoreError
+from penstock.shared.files.checkpoint_folder import CHECKPOINTS
 from penstock.shared.process.telemetry import tell
 from penstock.shared.settings import Settings
 
@@ -72,7 +73,7 @@ async def find_resume(
     bus: Bus, ledger: Ledger, live: Live, settings: Settings, store: CheckpointStore | None = None
 ) -> ResumePoint:
     """Return from where the run continues; restores a lost ledger."""
-    folder, root = settings.run_folder, settings.run_folder / "checkpoints"
+    folder, root = settings.run_folder, settings.run_folder / CHECKPOINTS
     known = await ledger.is_known()
     revoked = await ledger.revoked()
     await _follow_folder(ledger, root)
@@ -329,7 +330,7 @@ async def _restore(
     position = state.cursor if state.position is None else state.position
     gpu_time = (state.gpu_s, state.gpu_until_s)
     await live.restore(state.settings_revision, state.live_values)
-    await _restore_checkpoints(ledger, state, folder / "checkpoints", store)
+    await _restore_checkpoints(ledger, state, folder / CHECKPOINTS, store)
     await ledger.restore(
         state.step, state.cursor, position, newest_version, state.counts, gpu_time, state.version, state.journal_entry,
         is_known=is_known,

@@ -9,6 +9,7 @@ from penstock.services.plan.measured import mean_metrics
 from penstock.services.up.display import view
 from penstock.shared.advice import advice
 from penstock.shared.errors import SettingsError
+from penstock.shared.files.checkpoint_folder import CHECKPOINTS
 from penstock.shared.settings import SETTINGS_FILE, load
 
 
@@ -74,7 +75,7 @@ def _next(run_folder: Path, folder: str, resumable: bool) -> str:
     if resumable:
         return f"continue the run:\n  penstock up --resume {shlex.quote(folder)}"
     if not (run_folder / "policy").is_dir():
-        stored = any((run_folder / "checkpoints").glob("step-*"))
+        stored = any((run_folder / CHECKPOINTS).glob("step-*"))
         return f"write the policy:\n  penstock export {shlex.quote(folder)}" if stored else ""
     load = f"from transformers import AutoModelForCausalLM as M; print(M.from_pretrained({json.dumps(f'{folder}/policy')}))"
     return f"load the policy:\n  python -c {shlex.quote(load)}"

@@ -117,6 +117,37 @@ def test_counting_the_rows_of_an_epoch_prints_only_the_refusal(
     assert printed.err.startswith("penstock sft: expected at most 10 bad rows in ")
 
 
+def test_no_pass_over_the_data_is_refused_and_not_trained_as_one_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "shown.jsonl").write_text('{"prompt": "12+34=", "completion": "46"}\n')
+    config = settings(tmp_path, str(tmp_path / "shown.jsonl"))
+    assert main(["sft", config, "--epochs", "0", f"--run.folder={tmp_path}"]) == 2
+    assert "found 0: change --epochs" in capsys.readouterr().err
+
+
+COUNTING = """
+import sys
+from pathlib import Path
+from penstock.services.cli.supervised import prepared
+made = prepared(Path(sys.argv[1]), sys.argv[2:], 2.5)
+print(made.settings.run.steps, sorted({"torch", "transformers", "pyarrow"} & sys.modules.keys()))
+"""
+
+
+def test_the_process_that_lasts_as_long_as_a_supervised_run_imports_no_library_that_reads_its_rows(
+    tmp_path: Path,
+) -> None:
+    """Not even where the tokenizer's own code may need torch. 2.5 passes over 90 rows, which the filter keeps, by 16."""
+    (tmp_path / "shown.jsonl").write_text("".join(f'{{"prompt": "{n}+0=", "completion": "{n}"}}\n' for n in range(100)))
+    config = settings(tmp_path, str(tmp_path / "shown.jsonl"))
+    flags = [f"--run.folder={tmp_path}", "--policy.trust_remote_code=true", "--algorithm.groups_per_step=16"]
+    done = subprocess.run(
+        [sys.executable, "-c", COUNTING, config, *flags], capture_output=True, text=True, timeout=300, check=True
+    )
+    assert done.stdout == "15 []\n"
+
+
 PINNING = """
 import json, sys
 from penstock.services.up.hub_revision import pinned

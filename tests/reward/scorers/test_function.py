@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
+from penstock import Result
 from penstock.services.reward.scorers.function.function_call import as_result, load
 from penstock.services.reward.scorers.function.scorer import FunctionScorer
-from penstock.services.reward.scorers.scorer import Result
 from penstock.services.reward.scoring import Scoring
 from penstock.services.up.process_tree import is_alive
 from penstock.shared.backoff import Backoff
