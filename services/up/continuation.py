@@ -55,13 +55,9 @@ def check_steps_left(folder: Path, steps: int) -> None:
         return
     quoted = shlex.quote(str(folder))
     if state == "stopped" and has_checkpoint(folder, made):  # else its trainer has yet to write it
-        how = "nothing was trained: start another run (penstock up CONFIG)"
-        if made:
-            how = (
-                f"to train on from its newest checkpoint, start another run (penstock up CONFIG --from {quoted}); "
-                f"`penstock export {quoted}` writes its policy"
-            )
-        raise RunEnded(f"the run was stopped for good after {made} steps ({why}): {how}", folder)
+        start = f"start another run (penstock up CONFIG{f' --from {quoted}' if made else ''})"
+        how = f"to train on from its newest checkpoint, {start}; `penstock export {quoted}` writes its policy"
+        raise RunEnded(f"the run was stopped for good after {made} steps ({why}): {how if made else start}", folder)
     if state == "finished" and made >= steps:
         how = f"to extend it, give a larger number, such as --run.steps {2 * made}"
         raise RunEnded(f"the run has finished its {made} steps: {how}", folder)

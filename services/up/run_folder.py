@@ -30,7 +30,7 @@ _LEFTOVER_S = 10.0
 
 
 def has_checkpoint(folder: Path, step: int) -> bool:
-    """Whether the checkpoint after ``step`` exists; before the first step there is nothing to save."""
+    """Whether the checkpoint after ``step`` exists; step 0 has none."""
     return step == 0 or checkpoint_folder(folder, step).is_dir()
 
 

@@ -151,8 +151,7 @@ class Supervisor:
             return STOP_ORDER
         if full := no_space(self._run_folder):
             self._tell(
-                f"{full}, so that the bus takes no work back and no checkpoint can be "
-                "written: all processes stop at the same time, and the resumed run does their work again"
+                f"{full}, so that the bus takes no work back: all processes stop at once, and a resume does it again"
             )
             for child in (child for child in self.children if child.plan.service != VALKEY):
                 child.drop_work()

@@ -637,7 +637,7 @@ def test_the_resume_of_a_stopped_run_starts_nothing_and_says_how_to_go_on(
     (up.run_folder / "summary.json").write_text(json.dumps(stopped | {"steps": 0}))
     assert main(["up", "--resume", str(up.run_folder)]) == 0
     assert capsys.readouterr().out.startswith(
-        "the run was stopped for good after 0 steps (on request: enough): nothing was trained: start another run "
+        "the run was stopped for good after 0 steps (on request: enough): start another run "
         "(penstock up CONFIG)\n\nstopped: 0 steps\n"
     )
     assert not (up.run_folder / "up.json").exists()

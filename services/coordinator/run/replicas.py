@@ -42,8 +42,7 @@ class Replicas:
         silent = self._newest.keys() - {beat.replica for beat in beats}
         gone = await left(self._bus, sorted(silent))
         gone |= {name for name in silent if self._is_replaced(*self._newest[name])}
-        for name in gone:
-            del self._newest[name]
+        self._newest = {name: seen for name, seen in self._newest.items() if name not in gone}
         return beats
 
     def bus_refuses_s(self) -> float | None:

@@ -159,8 +159,7 @@ def _flight(run: RunView) -> Text:
 
 
 def _speed(run: RunView) -> Text:
-    samples_per_s = None if run.state == "paused" else last(run, "samples_per_s")
-    line = f"{_tokens(run)}  {number(samples_per_s, 0)} samples/s"
+    line = f"{_tokens(run)}  {number(None if run.state == 'paused' else last(run, 'samples_per_s'), 0)} samples/s"
     gpu_hours = f"  {number(run.gpu_hours, 1)} GPU-hours" if run.gpu_hours else ""
     return Text(f"{line}  for {duration(run.training_s)}{gpu_hours}")
 
