@@ -62,11 +62,9 @@ class Losses:
 
     async def held(self) -> tuple[Commits, int]:
         """Return the folder's commits and its newest checkpoint's version. While no bus answers: then none is added."""
-        root = self._run.folder / "checkpoints"
-        with contextlib.suppress(
-            TimeoutError
-        ):  # a checkpoint is written beside training; of a trainer that ended it stays
-            await until(lambda: not any(root.glob(".step-*.tmp")), timeout_s=20)
+        root, writer = self._run.folder / "checkpoints", self._run.pid("trainer-0")
+        with contextlib.suppress(TimeoutError):  # a checkpoint is written beside training; of one that ended it stays
+            await until(lambda: not any(root.glob(".step-*.tmp")) or self._run.pid("trainer-0") != writer)
         saved = max((checkpoint.state.version for checkpoint in local_store.find(root)), default=-1)
         return read_commits(self._run.folder), saved
 
