@@ -23,8 +23,8 @@ def source() -> str:
     return (Path(found_spec.origin).parent / "axe.min.js").read_text(encoding="utf-8")
 
 
-async def violations(page: "Page", widths: Sequence[int] = WIDTHS[:1]) -> list[str]:
-    """Return what axe refuses at each width, and of dark colours at the last. The page keeps its state and gets its width back."""
+async def violations(page: "Page", widths: Sequence[int] = WIDTHS[:1], part: str = "html") -> list[str]:
+    """Return what axe refuses of a part at each width, and of dark colours at the last. The page keeps its state and gets its width back."""
     before = page.viewport_size
     assert before is not None
     if not await page.evaluate("'axe' in window"):
@@ -34,7 +34,7 @@ async def violations(page: "Page", widths: Sequence[int] = WIDTHS[:1]) -> list[s
         await page.set_viewport_size({"width": width, "height": 900})
         await page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
         only = "" if scheme == "light" else "runOnly: ['color-contrast'],"  # the rest does not look at colours
-        result: dict[str, Any] = await page.evaluate(f"axe.run({{ {only} resultTypes: ['violations'] }})")
+        result: dict[str, Any] = await page.evaluate(f"axe.run('{part}', {{ {only} resultTypes: ['violations'] }})")
         assert result["passes"], "axe looked at nothing"
         for entry in result["violations"]:
             nodes = [f"{node['html'][:160]} {node['failureSummary']}" for node in entry["nodes"][:3]]

@@ -77,19 +77,19 @@ def rollout(step: int, prompt: str, answer: str, texts: Sequence[str]) -> dict[s
     return {**about, "prompt": prompt, "answer": answer, "completions": completions}
 
 
-def whole_run(folder: Path) -> Path:
+def whole_run(folder: Path, steps: int = STEPS) -> Path:
     folder.mkdir(exist_ok=True)
     evaluations: list[dict[str, object]] = [
         {"step": step, "version": step, "accuracy": 0.364 + 0.55 * (1 - math.exp(-step / 80)), "problems": 500}
-        for step in range(0, STEPS + 1, 25)
+        for step in range(0, steps + 1, 25)
     ]
-    rollouts = [rollout(step, "12+34=", "46", ("46", "36", "<b>46</b>")) for step in range(5, STEPS, 5)]
+    rollouts = [rollout(step, "12+34=", "46", ("46", "36", "<b>46</b>")) for step in range(5, steps, 5)]
     events: list[dict[str, object]] = [
         {"at_s": 1_800_000_000.0, "source": "coordinator", "name": "run started", "detail": "by itself"},
         {"at_s": 1.8e9, "source": "data", "name": "held-out data heldout", "detail": "23 of the 30 <problems>"},
     ]
     records: dict[str, list[dict[str, object]]] = {
-        "metrics.jsonl": [line(step) for step in range(1, STEPS + 1)],
+        "metrics.jsonl": [line(step) for step in range(1, steps + 1)],
         "evaluations.jsonl": evaluations,
         "rollouts.jsonl": rollouts,
         "events.jsonl": events,
@@ -103,7 +103,7 @@ def whole_run(folder: Path) -> Path:
         "accuracy_before": 0.364,
         "accuracy_after": 0.89,
         "training_s": 126.4,
-        "steps": STEPS,
+        "steps": steps,
         "samples_per_s": 1012.7,
         "groups_admitted": 8000,
         "counts": {"trained": 7990, "dropped:run_ended": 10},
@@ -117,7 +117,7 @@ def whole_run(folder: Path) -> Path:
         },
     }
     (folder / "summary.json").write_text(json.dumps(summary))
-    (folder / "settings.toml").write_text("[run]\nsteps = 250\n")
+    (folder / "settings.toml").write_text(f"[run]\nsteps = {steps}\n")
     write_lines(folder / "memory.jsonl", [memory_line(number) for number in range(400)])
     return folder
 
