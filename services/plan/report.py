@@ -302,13 +302,14 @@ def _run_values(given: Mapping[str, Any], settings: Settings, candidate: Candida
         vllm["tensor_parallel_size"] = layout.tensor_parallel
         if candidate.utilization:
             vllm["gpu_memory_utilization"] = candidate.utilization
-    weights = values.setdefault("weights", {})
-    weights["transport"] = "pull" if trainer.snapshots else "file"
-    weights.pop("snapshots", None)
-    if trainer.snapshots and trainer.sharded:
-        weights["snapshots"] = "sharded"
     in_turn = layout.placement == "shared"  # where weights are always replaced while generation is paused
-    weights["shadow"] = "auto" if layout.shadow or in_turn else "bucketed"
+    if layout.replicas:
+        weights = values.setdefault("weights", {})
+        weights["transport"] = "pull" if trainer.snapshots else "file"
+        weights.pop("snapshots", None)
+        if trainer.snapshots and trainer.sharded:
+            weights["snapshots"] = "sharded"
+        weights["shadow"] = "auto" if layout.shadow or in_turn else "bucketed"
     for side in (table, rollout):
         for name in ("gpus", "nodes", "node", "rendezvous"):
             side.pop(name, None)

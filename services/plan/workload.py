@@ -155,7 +155,9 @@ class Workload:
 
     @property
     def published_bytes(self) -> float:
-        """Of one version: all weights, or the adapter alone."""
+        """Of one version: all weights, or the adapter alone; a supervised run publishes none."""
+        if not self.kind.generates:
+            return 0.0
         return self.policy_bytes if not self.lora_rank else float(self.trained * self.weight_bytes)
 
     @property
@@ -172,7 +174,7 @@ class Workload:
 
 def snapshots_of(settings: Settings) -> int:
     """Return the copies of the policy that rank 0 keeps on its GPU (services/trainer/rank0/publication.py)."""
-    if settings.weights.transport == "file":
+    if settings.weights.transport == "file" or not settings.kind.generates:
         return 0
     return 1 if settings.shared_devices else 2
 

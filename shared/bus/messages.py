@@ -449,7 +449,7 @@ class PolicyRecord:
     step: Annotated[int, _ID]
     created_at_s: Annotated[float, _TIME]
     manifest_digest: Annotated[str, _NAME]
-    """SHA-256, hex, of the pull's header or snapshot's manifest."""
+    """SHA-256, hex, of the pull's header or snapshot's manifest; empty: not published, as in a supervised run."""
     location: str
     """Snapshot folder; empty: none."""
     metrics: Annotated[dict[str, float], FieldLimits(finite=False)] = dataclasses.field(default_factory=dict)

@@ -7,7 +7,7 @@
 
 Two flat snapshots on the device alternate, without locks: a pull that overlaps an overwrite fails on its checksums. On
 a shared device there is one, and from rung 2 of the ladder on none while the trainer works. A version is offered before its commit, when replicas learn of it. Adapters alone
-(``Settings.publishes_adapters``) go by file.
+(``Settings.publishes_adapters``) go by file. A supervised run has no replicas, and publishes nothing.
 
 With ``weights.snapshots = "sharded"`` every rank keeps, and serves, its share of each snapshot::
 
@@ -73,6 +73,8 @@ class Publication:
             WeightsError: storage refused.
         """
         folder, self.newest = self._settings.snapshot_folder, (version, step)
+        if not self._settings.kind.generates:
+            return Whereabouts("", "", "")
         if self._settings.publishes_adapters:
             configuration = file_configuration(engine.model)
             written = write_adapter(folder, version, step, engine.factors(), configuration, self._dtype)
@@ -87,6 +89,8 @@ class Publication:
     def take_part(self, engine: TrainingEngine, version: PolicyVersion, step: int) -> None:
         """Help rank 0 publish, as another rank."""
         self.newest = version, step
+        if not self._settings.kind.generates:
+            return
         if not self._settings.publishes_adapters and self._is_sharded(engine):
             self._offer(engine, version, step)
         else:
