@@ -21,7 +21,8 @@ import httpx
 
 from benchmarks.bus.status import write
 from penstock.services.coordinator.api.app import make_app
-from penstock.services.coordinator.service import assemble, load_data
+from penstock.services.coordinator.data import load_data
+from penstock.services.coordinator.service import assemble
 from penstock.shared.bus import embedded
 from penstock.shared.bus.bus import Bus
 from penstock.shared.bus.encoding import wire

@@ -53,7 +53,7 @@ def _counted(config: Path, flags: Sequence[str]) -> int:
 def _count(config: Path, flags: Sequence[str]) -> int:
     """Print :func:`_counted`, or why not; return the exit code."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C, which the command answers
-    from penstock.services.coordinator.service import load_data
+    from penstock.services.coordinator.data import load_data
 
     logging.getLogger("penstock.services.coordinator").addHandler(logging.NullHandler())  # the run reports its bad rows
     try:

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from penstock.services.coordinator.api import dependencies, middleware
-from penstock.services.coordinator.service import Coordinator, assemble, load_data
+from penstock.services.coordinator.data import load_data
+from penstock.services.coordinator.service import Coordinator, assemble
 from penstock.shared.bus import streams
 from penstock.shared.bus.bus import Bus
 from penstock.shared.bus.encoding import wire

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from examples.guess import make
-from penstock.services.coordinator.service import load_data, order_of
+from penstock.services.coordinator.data import load_data, order_of
 from penstock.shared.bus.stores.policy.ledger import Ledger, RunState
 from penstock.shared.bus.streams import AUDIT
 from penstock.shared.settings import load

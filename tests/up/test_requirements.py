@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.services.coordinator.service import load_data
+from penstock.services.coordinator.data import load_data
 from penstock.services.plan import certain
 from penstock.services.plan.shapes import SHAPES
 from penstock.services.up import requirements

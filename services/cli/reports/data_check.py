@@ -15,7 +15,7 @@ import numpy as np
 from penstock.services.cli.reports.environment_trial import try_environment
 from penstock.services.cli.reports.scorer_trial import try_scorers
 from penstock.services.coordinator.admission.dataset import Dataset, Problem
-from penstock.services.coordinator.service import Data, load_data, order_of
+from penstock.services.coordinator.data import Data, load_data, order_of
 from penstock.services.up.display import console
 from penstock.services.up.requirements import functions_checked
 from penstock.shared.bus.messages import Int32Array, Sampling

@@ -12,7 +12,7 @@ from penstock.services.coordinator.admission.conversations import Conversation
 from penstock.services.coordinator.admission.dataset import Problem
 from penstock.services.coordinator.admission.dataset_files import BadRow
 from penstock.services.coordinator.admission.demonstrations import Completion, experience
-from penstock.services.coordinator.service import load_data
+from penstock.services.coordinator.data import load_data
 from penstock.shared.bus.encoding import wire
 from penstock.shared.bus.messages import ChatMessage, Experience, PolicyVersion
 from penstock.shared.errors import SettingsError

@@ -12,7 +12,7 @@ from penstock.services.coordinator.admission.bus_full import Shortage
 from penstock.services.coordinator.admission.curriculum import Curriculum
 from penstock.services.coordinator.admission.dataset import Dataset, Problem, rows_to_try
 from penstock.services.coordinator.admission.demonstrations import Demonstrations
-from penstock.services.coordinator.service import load_data, order_of
+from penstock.services.coordinator.data import load_data, order_of
 from penstock.shared.bus import streams
 from penstock.shared.bus.bus import Bus
 from penstock.shared.bus.messages import ChatMessage, Experience, Purpose

@@ -7,7 +7,7 @@ import pytest
 
 from penstock.services.coordinator.admission.admission import Admission, terms_of
 from penstock.services.coordinator.admission.bus_full import Shortage
-from penstock.services.coordinator.service import load_data, order_of
+from penstock.services.coordinator.data import load_data, order_of
 from penstock.shared.bus import streams
 from penstock.shared.bus.bus import Bus
 from penstock.shared.bus.messages import Experience, Purpose

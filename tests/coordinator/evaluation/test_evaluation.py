@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from penstock.services.coordinator.data import load_data
 from penstock.services.coordinator.evaluation.evaluator import Due, Evaluator
 from penstock.services.coordinator.evaluation.results import Evaluation, Evaluations, sentence, summarize
 from penstock.services.coordinator.run.lifecycle import due
-from penstock.services.coordinator.service import load_data, make_evaluator
+from penstock.services.coordinator.service import make_evaluator
 from penstock.shared.bus import streams
 from penstock.shared.bus.bus import Bus
 from penstock.shared.bus.messages import Experience, PolicyVersion, Prompt, Purpose

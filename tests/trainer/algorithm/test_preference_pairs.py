@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from penstock.services.coordinator.admission.demonstrations import experience
-from penstock.services.coordinator.service import load_data
+from penstock.services.coordinator.data import load_data
 from penstock.services.trainer.algorithm.update import Learner
 from penstock.services.trainer.metrics import batch_figures
 from penstock.services.trainer.model.engine import TrainingEngine
