@@ -14,7 +14,10 @@ for _, state in ipairs(allowed) do
     if found == 'paused' or (found == 'finished' and to == 'running') then
       local times = redis.call('HMGET', run, 'changed_at_s', 'last_commit_s', 'paused_since_commit_s')
       local committed_s = tonumber(times[2] or '0')
-      local since_s = found == 'paused' and tonumber(times[1] or now_s) or committed_s + tonumber(times[3] or '0')
+      local since_s = tonumber(times[1] or now_s)  -- also of a finished run whose lost bus did not name its last commit
+      if found == 'finished' and times[2] then
+        since_s = committed_s + tonumber(times[3] or '0')
+      end
       redis.call('HINCRBYFLOAT', run, 'paused_s', string.format('%.6f', tonumber(now_s) - since_s))
       redis.call('HINCRBYFLOAT', run, 'paused_since_commit_s',
         string.format('%.6f', tonumber(now_s) - math.max(since_s, committed_s)))
