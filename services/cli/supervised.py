@@ -31,8 +31,10 @@ def prepared(config: Path | None, flags: Sequence[str], epochs: float | None) ->
     has_pairs = is_given("data.rejected_field", config, flags)
     rule = "--algorithm.preset=dpo" if has_pairs else "--algorithm.loss=cross_entropy"
     flags = [*flags, rule, "--algorithm.clip=[0.2, 0.2]"]  # the file's is of its run with rewards
-    if epochs == 0:
-        raise SettingsError("expected more than 0 passes over the data, found 0: change --epochs")
+    if epochs is not None and not 0 < epochs < math.inf:
+        raise SettingsError(
+            f"expected more than 0 passes over the data, but not endless ones, found {epochs:g}: change --epochs"
+        )
     if epochs is not None:
         each = load(config, flags).algorithm.groups_per_step
         flags = [*flags, f"--run.steps={max(1, math.ceil(epochs * _counted(config, flags) / each))}"]

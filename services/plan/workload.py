@@ -274,11 +274,13 @@ def _estimated(settings: Settings) -> tuple[int, list[int]]:
     if not files:
         return _PROMPT_TOKENS, []
     data, rows = settings.data, [row for file in files for row in _rows(file)]
-    prompts, completions = [row.get(data.prompt_field) or row.get("messages") or "" for row in rows], []
+    prompts, completions = [row.get(data.prompt_field) or row.get("messages") or "" for row in rows], list[Any]()
     if not settings.kind.generates:
-        prompts = [turns if isinstance(turns, str) else turns[:-1] for turns in prompts]
-        names = [name for name in (data.completion_field, data.rejected_field) if name]
-        completions = [row.get(name) or row.get("messages", ())[-1:] for row in rows for name in names]
+        for at, row in enumerate(rows):
+            answers = [row.get(name) or "" for name in (data.completion_field, data.rejected_field) if name]
+            if not any(answers) and isinstance(prompts[at], list):  # messages, which end with the completion
+                prompts[at], answers = prompts[at][:-1], [prompts[at][-1:]]
+            completions += answers
     tokens = sum(map(_tokens, prompts)) / max(1, len(prompts))
     return max(1, round(tokens)), [max(1, round(_tokens(each))) for each in completions]
 

@@ -111,6 +111,30 @@ async def test_a_pause_after_the_last_step_takes_no_time_from_those_before(
     assert await training_s(bus, 0.0) == pytest.approx(expected_s, abs=1e-3)  # kept to 1e-6 s
 
 
+async def test_a_pause_before_the_first_admission_takes_no_time_from_that_after_it(bus: Bus) -> None:
+    await stopped_run(bus)
+    await bus.write(RUN, "HDEL", "first_admission_s", "last_commit_s")
+    await Ledger(bus).transition(RunState.PAUSED, "", [RunState.RUNNING])
+    await bus.write(RUN, "HSET", "changed_at_s", BEGUN_S)
+    await Ledger(bus).transition(RunState.RUNNING, "", [RunState.PAUSED])
+    await bus.write(RUN, "HSET", "first_admission_s", STOPPED_S)
+    assert await training_s(bus, STOPPED_S + 60) == 60.0
+
+
+async def test_an_extended_run_whose_lost_bus_did_not_name_the_last_commit_counts_its_time_from_the_extension(
+    bus: Bus,
+) -> None:
+    """What is noted every 10 s knew of none, and the trainer's checkpoint had the last step."""
+    await stopped_run(bus)
+    await bus.write(RUN, "HDEL", "last_commit_s")
+    for name, value in (("state", "finished"), ("changed_at_s", STOPPED_S)):
+        await bus.write(RUN, "HSET", name, value)
+    await Ledger(bus).transition(RunState.RUNNING, "", [RunState.FINISHED])
+    status = await Ledger(bus).status()
+    assert status.paused_s == pytest.approx(status.changed_at_s - STOPPED_S, abs=1e-3)
+    assert await training_s(bus, status.changed_at_s + 5) == pytest.approx(STOPPED_S - BEGUN_S + 5, abs=1e-3)
+
+
 async def test_a_stop_of_processes_after_the_last_step_takes_no_time_from_those_before(
     bus: Bus, tmp_path: Path
 ) -> None:

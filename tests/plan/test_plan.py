@@ -254,6 +254,26 @@ def test_demonstrations_of_messages_have_what_the_assistant_says_last_as_complet
     assert (work.prompt_tokens, work.lengths.mean) == (33, 22), "with the names of JSON: 132 and 87 characters"
 
 
+@pytest.mark.parametrize(
+    ("row", "prompt_tokens", "mean"),
+    [
+        ({"messages": None}, 1, 1),
+        ({"messages": 5}, 1, 1),
+        ({"prompt": 5, "completion": "c" * 80}, 1, 20),
+        ({"prompt": {"text": "p" * 27}, "completion": 5}, 10, 1),  # 40 characters of JSON
+        ({"prompt": ["p" * 36], "completion": ["c" * 76]}, 10, 20),  # 40 and 80
+        ({"messages": ["p" * 36], "completion": "c" * 80}, 10, 20),
+    ],
+)
+def test_a_row_of_any_form_is_counted_as_its_text_and_its_prompt_is_whole_beside_a_completion(
+    tmp_path: Path, row: dict[str, object], prompt_tokens: int, mean: int
+) -> None:
+    """Whether it is a bad row is decided where it is read; `penstock up` plans before."""
+    (tmp_path / "shown.jsonl").write_text(json.dumps(row) + "\n")
+    work = workload_of(load(None, [*SHOWN, f"--data.path={tmp_path / 'shown.jsonl'}"]), "7b")
+    assert (work.prompt_tokens, work.lengths.mean) == (prompt_tokens, mean)
+
+
 def test_a_supervised_run_is_written_with_the_ranks_of_its_fastest_layout(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -117,13 +117,14 @@ def test_counting_the_rows_of_an_epoch_prints_only_the_refusal(
     assert printed.err.startswith("penstock sft: expected at most 10 bad rows in ")
 
 
-def test_no_pass_over_the_data_is_refused_and_not_trained_as_one_step(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("epochs", ["0", "inf"])
+def test_no_pass_over_the_data_is_refused_and_not_trained_as_one_step_and_neither_are_endless_ones(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], epochs: str
 ) -> None:
     (tmp_path / "shown.jsonl").write_text('{"prompt": "12+34=", "completion": "46"}\n')
     config = settings(tmp_path, str(tmp_path / "shown.jsonl"))
-    assert main(["sft", config, "--epochs", "0", f"--run.folder={tmp_path}"]) == 2
-    assert "found 0: change --epochs" in capsys.readouterr().err
+    assert main(["sft", config, "--epochs", epochs, f"--run.folder={tmp_path}"]) == 2
+    assert f"found {epochs}: change --epochs" in capsys.readouterr().err
 
 
 COUNTING = """

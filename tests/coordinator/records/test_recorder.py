@@ -294,6 +294,7 @@ async def test_a_pause_is_counted_when_it_ends(bus: Bus) -> None:
     ledger = Ledger(bus)
     await ledger.create()
     await ledger.transition(RunState.RUNNING, "", [RunState.CREATED])
+    await raw(bus).hset(bus.keys.named("run"), "first_admission_s", 1.0)
     await ledger.transition(RunState.PAUSED, "", [RunState.RUNNING])
     await raw(bus).hincrbyfloat(bus.keys.named("run"), "changed_at_s", -7)  # seven seconds pass
     assert (await ledger.status()).paused_s == 0.0
