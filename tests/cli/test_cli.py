@@ -418,7 +418,7 @@ def test_before_its_first_step_a_run_shows_what_is_in_flight_and_no_speed_of_0()
 
 
 def test_a_paused_run_shows_why_in_place_of_the_speed_of_its_last_step() -> None:
-    paused = {"state": "paused", "reason": "on request: lunch", "tokens_per_s": 0.0, "eta_s": None, "notices": []}
+    paused = {"state": "paused", "reason": "on request:\nlunch", "tokens_per_s": 0.0, "eta_s": None, "notices": []}
     run = RunView.model_validate(RUN | paused)
     assert view.line(run).endswith("  lag 0.75  on request: lunch")
     file = io.StringIO()

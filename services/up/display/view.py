@@ -117,7 +117,7 @@ def _state(run: RunView) -> Text:
     told = any(run.reason and run.reason in notice.text for notice in run.notices)
     for extra in ("" if told else run.reason, run.activity):
         if extra and extra != run.state:
-            line.append(f"  {extra}", style="dim")
+            line.append(f"  {' '.join(extra.split())}", style="dim")
     return line
 
 
@@ -231,7 +231,7 @@ def line(run: RunView, rows: Sequence[ViewRow] = ()) -> str:
         parts.append(f"pairs ordered {share:.0%}")
     parts.append(f"held-out {number(_newest_accuracy(run.evaluations))}")
     parts += [f"in flight {run.groups_in_flight}/{run.slots}", f"lag {number(last(run, 'lag_mean'), 2)}"]
-    parts.append(run.reason if run.state == "paused" else _tokens(run))
+    parts.append(" ".join(run.reason.split()) if run.state == "paused" else _tokens(run))
     parts += [f"eta {duration(run.eta_s)}"] if run.eta_s is not None and not run.ended else []
     return "  ".join(parts)
 

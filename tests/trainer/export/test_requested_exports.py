@@ -191,7 +191,7 @@ async def test_a_process_that_is_killed_ends_its_export_as_failed(http: httpx.As
         await http.post("/v1/policies/1/export")
         await until(processes)
         (child,) = processes()
-        await until(lambda: child.nice() == 10)
+        await until(lambda: child.nice() == exporter._PRIORITY)
         child.kill()
         done = await ended(http)
     assert done["state"] == "failed"
