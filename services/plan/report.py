@@ -296,14 +296,13 @@ def _run_values(given: Mapping[str, Any], settings: Settings, candidate: Candida
     if trainer.micro_batch_tokens != settings.trainer.micro_batch_tokens:
         table["micro_batch_tokens"] = trainer.micro_batch_tokens
     table["ranks"] = min(trainer.ranks, cluster.per_node)
+    in_turn = layout.placement == "shared"  # where weights are always replaced while generation is paused
     if layout.replicas:
         rollout |= {"replicas": layout.replicas, "max_groups": candidate.max_groups, "engines_per_gpu": layout.engines}
         vllm = rollout.setdefault("vllm", {})
         vllm["tensor_parallel_size"] = layout.tensor_parallel
         if candidate.utilization:
             vllm["gpu_memory_utilization"] = candidate.utilization
-    in_turn = layout.placement == "shared"  # where weights are always replaced while generation is paused
-    if layout.replicas:
         weights = values.setdefault("weights", {})
         weights["transport"] = "pull" if trainer.snapshots else "file"
         weights.pop("snapshots", None)
