@@ -1,6 +1,7 @@
 """Run the tracking service: the followers of each sink."""
 
 import asyncio
+import functools
 import importlib.util
 import json
 from collections.abc import Mapping
@@ -29,9 +30,7 @@ async def run(settings: Settings, replica: str) -> None:
     tracked = tracked_run(settings)
     forget_undelivered(settings.run_folder)
     async with serve(settings, "tracking", replica) as context:
-
-        async def report(name: str, detail: str) -> None:
-            await tell(context.bus, "tracking", name, detail)
+        report = functools.partial(tell, context.bus, "tracking")
 
         def follow(name: str, behind: Follower | None = None) -> Follower:
             sink, every_s = SinkClient(name, tracked, _ANSWER_S), _EVERY_S.get(name, 0.0)

@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.table import Table
 from rich.text import Text
@@ -33,9 +33,6 @@ from penstock.shared.executor.client import ExecutorClient
 from penstock.shared.executor.protocol import Job
 from penstock.shared.settings import Settings
 
-if TYPE_CHECKING:
-    from penstock.services.client.coordinator import CoordinatorClient
-
 _MOST_GROUPS, _PAGE = 5_000, 50
 _START_WITHIN_S = 60.0
 _SHOWN_TEXT, _SHOWN_DETAIL = 60, 100
@@ -46,7 +43,7 @@ def read_groups(settings: Settings, url: str, token_file: Path | None) -> list[A
     if asked is None:
         rows: list[Mapping[str, Any]] = list(jsonl.read(settings.run_folder / "rollouts.jsonl"))
     else:
-        rows = _pages(asked)
+        rows = asked.items("/v1/run/rollouts", _MOST_GROUPS, a_page=_PAGE)
     if not rows:
         raise SettingsError(
             f"no groups of the run are recorded in {settings.run_folder}: coordinator.sample_every_steps sets how "
@@ -55,16 +52,6 @@ def read_groups(settings: Settings, url: str, token_file: Path | None) -> list[A
         )
     columns = _columns(settings)
     return [_group(row, columns) for row in rows]
-
-
-def _pages(asked: "CoordinatorClient") -> list[Mapping[str, Any]]:
-    rows: list[Mapping[str, Any]] = []
-    page = asked.get("/v1/run/rollouts", limit=_PAGE)
-    rows += page["items"]
-    while page["next"] is not None and len(rows) < _MOST_GROUPS:
-        page = asked.get("/v1/run/rollouts", limit=_PAGE, cursor=page["next"])
-        rows += page["items"]
-    return rows
 
 
 def _columns(settings: Settings) -> dict[str, dict[str, dict[str, Json]]]:
