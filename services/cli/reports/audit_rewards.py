@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ _SHOWN_TEXT, _SHOWN_DETAIL = 60, 100
 def read_groups(settings: Settings, url: str, token_file: Path | None) -> list[AuditedGroup]:
     asked = find_alive(settings.run_folder, url, token_file)
     if asked is None:
-        rows: list[Mapping[str, Any]] = list(jsonl.read(settings.run_folder / "rollouts.jsonl"))
+        rows: Sequence[Mapping[str, Any]] = list(jsonl.read(settings.run_folder / "rollouts.jsonl"))
     else:
         rows = asked.items("/v1/run/rollouts", _MOST_GROUPS, a_page=_PAGE)
     if not rows:
@@ -55,7 +55,7 @@ def read_groups(settings: Settings, url: str, token_file: Path | None) -> list[A
 
 
 def _columns(settings: Settings) -> dict[str, dict[str, dict[str, Json]]]:
-    """Return the other columns of each row, by its stable id and place; of older records both are the place."""
+    """Return the other columns of each row, by its id and place."""
     if not audit.needs_executor(settings):
         return {}
     names = [scorer.name for scorer in settings.reward.scorers]
@@ -63,12 +63,11 @@ def _columns(settings: Settings) -> dict[str, dict[str, dict[str, Json]]]:
     columns: dict[str, dict[str, dict[str, Json]]] = {}
     for problem in problems:
         columns.setdefault(problem.row_id, {})[problem.source] = problem.extra
-        columns[problem.source] = {problem.source: problem.extra}
     return columns
 
 
 def _extra(row: Mapping[str, Any], columns: Mapping[str, dict[str, dict[str, Json]]]) -> dict[str, Json]:
-    equal = columns.get(row.get("row_id") or row["problem"], {})
+    equal = columns.get(row["row_id"], {})
     return equal.get(row["problem"]) or next(iter(equal.values()), {})
 
 
