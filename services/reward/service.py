@@ -64,6 +64,7 @@ from penstock.shared.settings.rewards.scorers import (
     TrlScorer,
 )
 from penstock.shared.settings.rewards.scorers import Scorer as ScorerSettings
+from penstock.shared.tasks import beside, together
 
 _TELL_S = 2.0
 
@@ -132,9 +133,7 @@ async def work(context: Context, scoring: Scoring) -> None:
             (streams.EVAL_ROLLOUTS, streams.EVAL_RESULTS),
         )
     ]
-    async with asyncio.TaskGroup() as running:
-        for worker in workers:
-            running.create_task(worker.run(context.stop))
+    await together(worker.run(context.stop) for worker in workers)
 
 
 def _room(settings: Settings) -> int:
@@ -186,12 +185,8 @@ async def _ending_if_it_hangs(context: Context, turns: Turns) -> AsyncIterator[N
                 await tell(context.bus, "reward", "model hangs", sentence)
         end_process(sentence)
 
-    async with asyncio.TaskGroup() as tasks:
-        ending = tasks.create_task(end())
-        try:
-            yield
-        finally:
-            ending.cancel()
+    async with beside(end()):
+        yield
 
 
 def _import_libraries() -> None:

@@ -15,6 +15,7 @@ from penstock.shared.extras import install_command
 from penstock.shared.process.service import Context, seconds_left, serve
 from penstock.shared.process.telemetry import tell
 from penstock.shared.settings import Settings
+from penstock.shared.tasks import beside
 from penstock.shared.tracked import forget_undelivered, write_undelivered
 
 _ANSWER_S = 120.0
@@ -42,12 +43,8 @@ async def run(settings: Settings, replica: str) -> None:
                 of_sink.append(follow(of_sink[0].name, behind=of_sink[0]))
         followers = [follower for of_sink in sinks for follower in of_sink]
         context.status.state = "working"
-        async with asyncio.TaskGroup() as tasks:
-            watching = tasks.create_task(_watch(context, sinks))
-            following = [tasks.create_task(follower.run(context.stop)) for follower in followers]
+        async with beside(_watch(context, sinks), *(follower.run(context.stop) for follower in followers)):
             await context.stop.wait()
-            for task in (watching, *following):
-                task.cancel()
         context.status.state = "stopping"
         within_s = max(_CLOSE_WITHIN_S, seconds_left() - _CLOSE_WITHIN_S)
         await asyncio.gather(*(finish(of_sink, within_s) for of_sink in sinks))
