@@ -4,8 +4,6 @@ import asyncio
 import functools
 import importlib.util
 import json
-from collections.abc import Mapping
-from typing import Any
 
 from penstock.services.tracking.follower import SEPARATE, Follower, finish
 from penstock.services.tracking.sink_client import SinkClient
@@ -14,7 +12,7 @@ from penstock.shared.errors import SettingsError
 from penstock.shared.extras import install_command
 from penstock.shared.process.service import Context, seconds_left, serve
 from penstock.shared.process.telemetry import tell
-from penstock.shared.settings import Settings
+from penstock.shared.settings import Settings, flat
 from penstock.shared.tasks import beside
 from penstock.shared.tracked import forget_undelivered, write_undelivered
 
@@ -76,14 +74,5 @@ def check_libraries(sinks: tuple[str, ...]) -> None:
 def tracked_run(settings: Settings) -> TrackedRun:
     """Return the run as trackers show it, without the bus's address and test settings."""
     values = settings.model_dump(mode="json", exclude={"bus", "internal", "coordinator", "tracking"})
-    return TrackedRun(settings.run.id, settings.tracking.project, settings.run_folder, dict(_flat(values)))
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Mapping[str, str]:
-    flat: dict[str, str] = {}
-    for name, value in values.items():
-        if isinstance(value, dict) and value:
-            flat |= _flat(value, f"{prefix}{name}.")
-        else:
-            flat[f"{prefix}{name}"] = value if isinstance(value, str) else json.dumps(value)
-    return flat
+    texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in flat(values).items()}
+    return TrackedRun(settings.run.id, settings.tracking.project, settings.run_folder, texts)
