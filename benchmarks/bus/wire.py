@@ -94,7 +94,8 @@ def make_messages() -> dict[str, object]:
         group = make_group(samples, tokens)
         made[f"rollout_group_{samples}x{tokens}"] = group
         made[f"experience_{samples}x{tokens}"] = make_experience(group)
-    probe = Probe(np.arange(256, dtype=np.int32), np.array([128, 128], np.int32), np.full(254, -1.0, np.float32))
+    logprobs = np.full(254, -1.0, np.float32)
+    probe = Probe(np.arange(256, dtype=np.int32), np.array([128, 128], np.int32), logprobs, noise=-logprobs)
     metrics = {f"metric_{number}": number / 7 for number in range(40)}
     record = PolicyRecord(PolicyVersion(8), PolicyVersion(7), 8, 1.5e9, "ab" * 32, "", metrics, "host:1", probe)
     return {

@@ -13,20 +13,18 @@ from typing import TYPE_CHECKING
 
 from penstock.services.plan import measured as runs
 from penstock.services.plan import report
-from penstock.services.plan.certain import visible_gpus
+from penstock.services.plan.certain import trainer_options, visible_gpus
 from penstock.services.plan.hardware import GIB, Cluster, parse_cluster
 from penstock.services.plan.layouts import Planner, Preferences
 from penstock.services.plan.measured import Corrections, Measured
-from penstock.services.plan.memory import TrainerOptions
 from penstock.services.plan.pace import GpuLayout
 from penstock.services.plan.rates import SLOWED
 from penstock.services.plan.report import Plan, text
-from penstock.services.plan.workload import Lengths, Workload, snapshots_of, with_turns, workload_of
+from penstock.services.plan.workload import Lengths, Workload, with_turns, workload_of
 from penstock.services.up.display import console
 from penstock.shared.errors import SettingsError
 from penstock.shared.model.context import check_context
 from penstock.shared.settings import SETTINGS_FILE, RunKind, Settings, given_tables, load
-from penstock.shared.settings.trainer import bucket_as_set
 
 if TYPE_CHECKING:
     from penstock.services.cli.reports.data_check import PromptLengths
@@ -189,22 +187,8 @@ def with_mean(work: Workload, tokens: float) -> Workload:
 
 
 def preferences(settings: Settings) -> Preferences:
-    trainer, rollout = settings.trainer, settings.rollout
-    options = TrainerOptions(
-        ranks=trainer.ranks * trainer.nodes,
-        zero_stage=trainer.zero_stage,
-        optimizer=trainer.optimizer,
-        offload=trainer.offload,
-        micro_batch_tokens=trainer.micro_batch_tokens,
-        sequence_parallel=trainer.sequence_parallel,
-        expert_parallel=trainer.expert_parallel,
-        checkpointing=trainer.gradient_checkpointing,
-        chunk_tokens=settings.internal.logits_chunk_tokens,
-        snapshots=snapshots_of(settings),
-        sharded=settings.weights.snapshots == "sharded",
-        bucket=bucket_as_set(settings.trainer.deepspeed),
-    )
-    return Preferences(options, rollout.max_groups, rollout.vllm.gpu_memory_utilization)
+    rollout = settings.rollout
+    return Preferences(trainer_options(settings), rollout.max_groups, rollout.vllm.gpu_memory_utilization)
 
 
 def corrections(
@@ -237,7 +221,7 @@ def corrections(
 
 def layout_of(settings: Settings, rung: int = 0, *, mps: bool | None = None) -> GpuLayout:
     """Return the layout of a run; where it is not known how processes share a GPU, as it is planned."""
-    trainer, rollout = preferences(settings).trainer, settings.rollout
+    trainer, rollout = trainer_options(settings), settings.rollout
     parallel, replicas = rollout.vllm.tensor_parallel_size, rollout.replicas
     engines = rollout.engines_per_gpu if isinstance(rollout.engines_per_gpu, int) else 1
     if not settings.kind.generates:

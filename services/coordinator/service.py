@@ -68,6 +68,7 @@ from penstock.shared.process.telemetry import Status, tell
 from penstock.shared.settings import Settings
 from penstock.shared.settings.evaluation import HeldOutSet
 from penstock.shared.settings.guards import OF_GENERATION, Guard, GuardsSettings
+from penstock.shared.tasks import beside
 
 _CLOSE_WITHIN_S = 8.0
 _ANNOUNCE_S = 1.0
@@ -94,11 +95,8 @@ class Coordinator:
         """Run the leader's loops under ``term``, until ``stop``."""
         self.api.ledger.term = term
         await self.clock.resume(psutil.Process().create_time(), time.time())
-        async with asyncio.TaskGroup() as inner:
-            tasks = [inner.create_task(loop()) for loop in self.leading]
+        async with beside(*(loop() for loop in self.leading)):
             await stop.wait()
-            for task in tasks:
-                task.cancel()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_CLOSE_WITHIN_S):
                 await self._leave()

@@ -7,7 +7,6 @@ the least loaded. A replica that dies, drains, or holds an older version costs t
 import asyncio
 import contextlib
 import dataclasses
-import socket
 import time
 
 from prometheus_client import Counter
@@ -17,8 +16,7 @@ from penstock.shared.bus.messages import PolicyVersion
 from penstock.shared.bus.stores.replicas.heartbeats import heartbeats
 from penstock.shared.errors import NotHere, PeerError
 from penstock.shared.peers import frames
-from penstock.shared.peers.handshake import Secret, introduce
-from penstock.shared.peers.keep_alive import keep_alive
+from penstock.shared.peers.handshake import Secret, connect
 from penstock.shared.peers.turns import DrawnTurn, TurnRequest, read_drawn, read_running
 
 REDRAWN = Counter(
@@ -166,22 +164,10 @@ class Replicas:
     async def _connect(self, address: str) -> _Connection:
         """Raises _Unreachable."""
         try:
-            return await self._introduced(address)
+            async with asyncio.timeout(_CONNECT_S):
+                return _Connection(*await connect(address, self._secret()))
         except (PeerError, OSError, TimeoutError) as error:
             raise _Unreachable(str(error)) from error
-
-    async def _introduced(self, address: str) -> _Connection:
-        host, _, port = address.rpartition(":")
-        async with asyncio.timeout(_CONNECT_S):
-            reader, writer = await asyncio.open_connection(host.strip("[]"), int(port))
-            try:
-                connection: socket.socket = writer.get_extra_info("socket")
-                keep_alive(connection)
-                await introduce(reader, writer, self._secret())
-            except BaseException:
-                writer.close()
-                raise
-        return _Connection(reader, writer)
 
 
 def _idle(replica: _Replica) -> _Connection | None:

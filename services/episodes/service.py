@@ -55,6 +55,7 @@ from penstock.shared.peers.turns import DrawnTurn, TurnRequest
 from penstock.shared.process.service import Context, serve
 from penstock.shared.process.telemetry import HandlerFailures, tell, tell_changed
 from penstock.shared.settings import Settings
+from penstock.shared.tasks import beside, together
 
 ENDED = Counter("penstock_episodes_ended_total", "Episodes by how they ended.", ["reason"])
 for _ended in Ended:
@@ -223,14 +224,12 @@ async def driver_of(settings: Settings, secret: Secret, hosts: Hosts, tokens: in
 
     gateway = Gateway(settings.episodes.listen, secret, settings.policy.model, tokens)
     server = AgentServer(settings.episodes) if settings.episodes.agent_url else None
-    async with asyncio.TaskGroup() as tasks:
-        serving = tasks.create_task(gateway.run())
+    async with beside(gateway.run()):
         try:
             yield AgentPlayer(server or AgentFunction(settings.episodes, hosts), gateway, answer_field)
         finally:
             if server is not None:
                 await server.close()
-            serving.cancel()
 
 
 async def _note_functions(context: Context) -> None:
@@ -267,18 +266,13 @@ async def work(context: Context, episodes: Episodes, replicas: Replicas) -> None
         worker(streams.EVAL_EPISODES, streams.EVAL_ROLLOUTS, evaluations.handle, evaluating),
     )
     context.status.start.end()
-    async with asyncio.TaskGroup() as tasks:
-        around = [
-            tasks.create_task(replicas.run()),
-            tasks.create_task(_report(context, workers)),
-            tasks.create_task(watch(context.bus, replicas, context.cordon.taking, evaluating)),
-        ]
-        async with asyncio.TaskGroup() as working:
-            for each in workers:
-                working.create_task(each.run(context.stop))
+    async with beside(
+        replicas.run(),
+        _report(context, workers),
+        watch(context.bus, replicas, context.cordon.taking, evaluating),
+    ):
+        await together(each.run(context.stop) for each in workers)
         context.status.state = "stopping"
-        for task in around:
-            task.cancel()
 
 
 async def _report(context: Context, workers: Sequence[Worker[Prompt, RolloutGroup]]) -> None:

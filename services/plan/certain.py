@@ -7,6 +7,7 @@ fragmentation are not counted, and neither are models whose sizes config.json do
 fits is refused.
 """
 
+import dataclasses
 import importlib.util
 import os
 import shutil
@@ -41,6 +42,25 @@ _MEMORY_ARGUMENTS = frozenset({"kv_cache_memory_bytes", "num_gpu_blocks_override
 _PROCESS_BYTES = 128 * 2.0**20
 """That a process has at least for itself once it has imported torch."""
 _COUNTED = ("weights", "master weights", "moments", "critic", "reference", "snapshots")
+
+
+def trainer_options(settings: Settings) -> TrainerOptions:
+    """Return what of a run's settings decides its trainer's memory."""
+    trainer = settings.trainer
+    return TrainerOptions(
+        ranks=trainer.ranks * trainer.nodes,
+        zero_stage=trainer.zero_stage,
+        optimizer=trainer.optimizer,
+        offload=trainer.offload,
+        micro_batch_tokens=trainer.micro_batch_tokens,
+        checkpointing=trainer.gradient_checkpointing,
+        chunk_tokens=settings.internal.logits_chunk_tokens,
+        snapshots=snapshots_of(settings),
+        sharded=settings.weights.snapshots == "sharded",
+        sequence_parallel=trainer.sequence_parallel,
+        expert_parallel=trainer.expert_parallel,
+        bucket=bucket_as_set(trainer.deepspeed),
+    )
 
 
 def visible_gpus() -> list[float]:
@@ -128,13 +148,7 @@ def inputs_notice(settings: Settings, gpus: Sequence[float], memory_bytes: float
     trainer = settings.trainer
     if not gpus or settings.run.device == "cpu" or read_config(settings.policy.model).get("model_type") not in _EXACT:
         return ""
-    options = TrainerOptions(
-        trainer.ranks,
-        trainer.zero_stage,
-        micro_batch_tokens=trainer.micro_batch_tokens,
-        checkpointing=trainer.gradient_checkpointing,
-        gpu_bytes=max(gpus),
-    )
+    options = dataclasses.replace(trainer_options(settings), gpu_bytes=max(gpus))
     needed_bytes = trainer.ranks * offloaded_bytes(workload_of(settings), options)
     if needed_bytes <= memory_bytes:
         return ""
@@ -201,17 +215,7 @@ def _named(settings: Settings, gpus: int) -> tuple[Sequence[int], list[Sequence[
 
 
 def _trainer(settings: Settings, work: Workload, rank: int = 0, *, offload: str = "") -> list[Component]:
-    trainer = settings.trainer
-    options = TrainerOptions(
-        ranks=trainer.ranks * trainer.nodes,
-        zero_stage=trainer.zero_stage,
-        optimizer=trainer.optimizer,
-        offload=offload or trainer.offload,
-        expert_parallel=trainer.expert_parallel,
-        snapshots=snapshots_of(settings),
-        sharded=settings.weights.snapshots == "sharded",
-        bucket=bucket_as_set(settings.trainer.deepspeed),
-    )
+    options = dataclasses.replace(trainer_options(settings), offload=offload or settings.trainer.offload)
     table, _ = trainer_table(work, options, 0.0)
     own = _COUNTED if not rank or options.sharded else _COUNTED[:-1]  # rank 0 alone has whole snapshots
     return [part for part in table["wait"] if part.name in own]

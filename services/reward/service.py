@@ -19,7 +19,6 @@ from collections.abc import AsyncIterator, Coroutine
 from importlib import metadata
 from typing import Any
 
-from penstock.services.reward.failures import Tell
 from penstock.services.reward.models.call_watch import end_process
 from penstock.services.reward.models.turns import ModelTurns, Turns
 from penstock.services.reward.reference import Reference
@@ -65,14 +64,13 @@ from penstock.shared.settings.rewards.scorers import (
     TrlScorer,
 )
 from penstock.shared.settings.rewards.scorers import Scorer as ScorerSettings
+from penstock.shared.tasks import beside, together
 
 _TELL_S = 2.0
 
 
-def make_scorer(
-    scorer: ScorerSettings, settings: Settings, bus: Bus | None = None, turns: Turns | None = None
-) -> Scorer:
-    """Return the scorer of one ``[[reward.scorers]]`` table; without a bus, only for the check. Raises SettingsError."""
+def make_scorer(scorer: ScorerSettings, settings: Settings, turns: Turns | None = None) -> Scorer:
+    """Return the scorer of one ``[[reward.scorers]]`` table. Raises SettingsError."""
     match scorer:
         case AnswerScorer():
             return AnswerMatcher(scorer, settings.data.answer_field)
@@ -99,25 +97,18 @@ def make_scoring(settings: Settings, status: Status, bus: Bus | None = None, tur
     """Return the checked scoring of a run; without a bus, only for the check. ``turns``: when its models have their device.
     Raises SettingsError.
     """
-    scorers = [make_scorer(scorer, settings, bus, turns) for scorer in settings.reward.scorers]
+    scorers = [make_scorer(scorer, settings, turns) for scorer in settings.reward.scorers]
     for of in settings.reward.scorers:
         if isinstance(of, AnswerScorer):
             create_lenient_series(of.name, (*of.lenient, *(("tolerance",) if of.tolerance else ())))
     expression = Expression(settings.reward.expression, [scorer.name for scorer in scorers])
     reference = Reference(settings, turns=turns) if settings.algorithm.reference_travels else None
-    teller, teachers = None if bus is None else _teller(bus), Teachers(settings, turns)
+    teller, teachers = None if bus is None else functools.partial(tell, bus, "reward"), Teachers(settings, turns)
     reasoning = Reasoning(settings.reward.reasoning_markers)
     answers_of = {of.name: reasoning for of in settings.reward.scorers if of.reads_answer}
     return Scoring(
         scorers, expression, status, reference, teller, teachers=teachers, turns=turns, answers_of=answers_of
     )
-
-
-def _teller(bus: Bus) -> Tell:
-    async def write(name: str, detail: str) -> None:
-        await tell(bus, "reward", name, detail)
-
-    return write
 
 
 async def work(context: Context, scoring: Scoring) -> None:
@@ -142,9 +133,7 @@ async def work(context: Context, scoring: Scoring) -> None:
             (streams.EVAL_ROLLOUTS, streams.EVAL_RESULTS),
         )
     ]
-    async with asyncio.TaskGroup() as running:
-        for worker in workers:
-            running.create_task(worker.run(context.stop))
+    await together(worker.run(context.stop) for worker in workers)
 
 
 def _room(settings: Settings) -> int:
@@ -196,12 +185,8 @@ async def _ending_if_it_hangs(context: Context, turns: Turns) -> AsyncIterator[N
                 await tell(context.bus, "reward", "model hangs", sentence)
         end_process(sentence)
 
-    async with asyncio.TaskGroup() as tasks:
-        ending = tasks.create_task(end())
-        try:
-            yield
-        finally:
-            ending.cancel()
+    async with beside(end()):
+        yield
 
 
 def _import_libraries() -> None:

@@ -35,6 +35,7 @@ from penstock.shared.bus.stores.policy.ledger import Ledger
 from penstock.shared.bus.stores.replicas.heartbeats import heartbeats
 from penstock.shared.errors import NotHere, SourceGone, WeightsError
 from penstock.shared.process.telemetry import Status, tell
+from penstock.shared.tasks import together
 from penstock.shared.weights.receiver.puller import Puller, file_offer
 from penstock.shared.weights.transport.offer import Offer
 
@@ -180,10 +181,7 @@ class Follower:
             self._after = entry
             if await self._exists(update.record):
                 self._wanted = update
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._listen())
-            tasks.create_task(self._hold.run(self._hold_changed))
-            tasks.create_task(self._keep_up())
+        await together([self._listen(), self._hold.run(self._hold_changed), self._keep_up()])
 
     async def _listen(self) -> None:
         while True:

@@ -61,7 +61,7 @@ class Finding:
     gap: float
     largest: float
     limit: float
-    """Of the mean gap; infinite if the probe's noise is not known."""
+    """Of the mean gap."""
     worst_part: float
     """Largest mean gap of a part, over its limit."""
     missing: float
@@ -132,8 +132,6 @@ def judge(scored: Sequence[Float32Array], probe: Probe, margin: float) -> Findin
     """Compare a replica's logprobs of ``probe``'s sequences with the trainer's."""
     gap_N = np.nan_to_num(np.concatenate(scored) - probe.logprobs, nan=np.inf).astype(np.float64)
     apart_N, noise_N = np.abs(gap_N), np.abs(probe.noise.astype(np.float64))
-    if not len(noise_N):
-        return Finding(float(apart_N.mean()), float(apart_N.max()), np.inf, 0.0, np.nan)
     noise = float(noise_N.mean())
     limit = max(_FLOOR_NATS, margin * noise)
     worst = 0.0

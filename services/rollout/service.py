@@ -49,6 +49,7 @@ from penstock.shared.bus.worker import HandOver, Worker
 from penstock.shared.placement.turns import ReplicaTurns, Suspendable
 from penstock.shared.process.service import Context
 from penstock.shared.process.telemetry import HandlerFailures
+from penstock.shared.tasks import beside, together
 from penstock.shared.traces import TRACES
 from penstock.shared.weights.receiver.puller import Puller
 
@@ -233,19 +234,16 @@ class Rollout:
     async def run(self, stop: asyncio.Event, report_s: float) -> None:
         """Serve until ``stop``, with status every ``report_s``; raises StateLost if the engine died."""
         try:
-            async with asyncio.TaskGroup() as around:
-                following = around.create_task(self._follower.run())
-                reporting = around.create_task(self._report(stop, report_s))
-                releasing = around.create_task(self._release(stop))
-                regulating = around.create_task(self._keep_regulating())
-                taking_turns = around.create_task(self._turns.run(self, cast(Suspendable, self._engine)))
-                answering = around.create_task(self._answering.run())
-                drawing = [] if self._listener is None else [around.create_task(self._listener.run())]
-                async with asyncio.TaskGroup() as working:
-                    for worker in self._workers:
-                        working.create_task(worker.run(stop))
-                for task in (following, reporting, releasing, regulating, taking_turns, answering, *drawing):
-                    task.cancel()
+            async with beside(
+                self._follower.run(),
+                self._report(stop, report_s),
+                self._release(stop),
+                self._keep_regulating(),
+                self._turns.run(self, cast(Suspendable, self._engine)),
+                self._answering.run(),
+                *(() if self._listener is None else (self._listener.run(),)),
+            ):
+                await together(worker.run(stop) for worker in self._workers)
         finally:
             self._status.state = "stopping"
             await self._engine.close()

@@ -1,10 +1,9 @@
 """Run the tracking service: the followers of each sink."""
 
 import asyncio
+import functools
 import importlib.util
 import json
-from collections.abc import Mapping
-from typing import Any
 
 from penstock.services.tracking.follower import SEPARATE, Follower, finish
 from penstock.services.tracking.sink_client import SinkClient
@@ -13,7 +12,8 @@ from penstock.shared.errors import SettingsError
 from penstock.shared.extras import install_command
 from penstock.shared.process.service import Context, seconds_left, serve
 from penstock.shared.process.telemetry import tell
-from penstock.shared.settings import Settings
+from penstock.shared.settings import Settings, flat
+from penstock.shared.tasks import beside
 from penstock.shared.tracked import forget_undelivered, write_undelivered
 
 _ANSWER_S = 120.0
@@ -29,9 +29,7 @@ async def run(settings: Settings, replica: str) -> None:
     tracked = tracked_run(settings)
     forget_undelivered(settings.run_folder)
     async with serve(settings, "tracking", replica) as context:
-
-        async def report(name: str, detail: str) -> None:
-            await tell(context.bus, "tracking", name, detail)
+        report = functools.partial(tell, context.bus, "tracking")
 
         def follow(name: str, behind: Follower | None = None) -> Follower:
             sink, every_s = SinkClient(name, tracked, _ANSWER_S), _EVERY_S.get(name, 0.0)
@@ -43,12 +41,8 @@ async def run(settings: Settings, replica: str) -> None:
                 of_sink.append(follow(of_sink[0].name, behind=of_sink[0]))
         followers = [follower for of_sink in sinks for follower in of_sink]
         context.status.state = "working"
-        async with asyncio.TaskGroup() as tasks:
-            watching = tasks.create_task(_watch(context, sinks))
-            following = [tasks.create_task(follower.run(context.stop)) for follower in followers]
+        async with beside(_watch(context, sinks), *(follower.run(context.stop) for follower in followers)):
             await context.stop.wait()
-            for task in (watching, *following):
-                task.cancel()
         context.status.state = "stopping"
         within_s = max(_CLOSE_WITHIN_S, seconds_left() - _CLOSE_WITHIN_S)
         await asyncio.gather(*(finish(of_sink, within_s) for of_sink in sinks))
@@ -80,14 +74,5 @@ def check_libraries(sinks: tuple[str, ...]) -> None:
 def tracked_run(settings: Settings) -> TrackedRun:
     """Return the run as trackers show it, without the bus's address and test settings."""
     values = settings.model_dump(mode="json", exclude={"bus", "internal", "coordinator", "tracking"})
-    return TrackedRun(settings.run.id, settings.tracking.project, settings.run_folder, dict(_flat(values)))
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Mapping[str, str]:
-    flat: dict[str, str] = {}
-    for name, value in values.items():
-        if isinstance(value, dict) and value:
-            flat |= _flat(value, f"{prefix}{name}.")
-        else:
-            flat[f"{prefix}{name}"] = value if isinstance(value, str) else json.dumps(value)
-    return flat
+    texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in flat(values).items()}
+    return TrackedRun(settings.run.id, settings.tracking.project, settings.run_folder, texts)

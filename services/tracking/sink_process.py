@@ -4,29 +4,22 @@
 
     standard input   {"run": {…}} once, then {"points": […], "state": {…}} for each batch, and {"close": true}
     standard output  {"state": {…}} or {"error": "…"} for each line
-
-Libraries print to standard error, so that they cannot forge an answer.
 """
 
 import json
-import os
-import signal
 import sys
 from pathlib import Path
 from typing import Any
 
 from penstock.services.tracking.sinks.sink import Sink, TrackedRun, open_sink
-from penstock.shared.process.parent import die_with
+from penstock.shared.process.parent import confine, take_standard_streams
 
 _LONGEST_ERROR = 500
 
 
 def serve(name: str) -> None:
     """Answer until standard input ends."""
-    questions, output = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "w", encoding="utf-8")
-    empty = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(empty, 0)
-    os.dup2(2, 1)
+    questions, output = take_standard_streams()
     sink: Sink | None = None
     for line in questions:
         try:
@@ -47,6 +40,5 @@ def _answered(name: str, sink: Sink | None, question: dict[str, Any]) -> tuple[S
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if die_with(int(sys.argv[2]), signal.SIGKILL):
-        serve(sys.argv[1])
+    confine(int(sys.argv[2]), None)
+    serve(sys.argv[1])

@@ -10,7 +10,7 @@ from penstock.services.up.run_folder import has_checkpoint
 from penstock.services.up.supervisor import Ending
 from penstock.shared.errors import PenstockError
 from penstock.shared.files.checkpoint_folder import CHECKPOINTS, name_of
-from penstock.shared.files.durable import write_whole
+from penstock.shared.files.durable import read_object, write_whole
 from penstock.shared.settings import SETTINGS_FILE, Settings, load
 from penstock.shared.tracked import read_undelivered
 
@@ -70,8 +70,5 @@ def sentence(folder: Path, lacks: dict[str, str]) -> str:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    try:
-        summary = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return summary if isinstance(summary, dict) and {"state", "steps"} <= summary.keys() else {}
+    summary = read_object(file)
+    return summary if {"state", "steps"} <= summary.keys() else {}

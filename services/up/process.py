@@ -28,6 +28,7 @@ from penstock.services.up import process_tree
 from penstock.services.up.plan import ProcessPlan
 from penstock.shared.backoff import Backoff
 from penstock.shared.process.children import kill_group, reap
+from penstock.shared.tasks import beside
 from penstock.shared.text.redaction import redacted
 
 WRONG_SETTINGS = 2
@@ -207,11 +208,8 @@ class Child:
         )
 
     async def _until_gone(self, process: asyncio.subprocess.Process) -> int:
-        async with asyncio.TaskGroup() as tasks:
-            stopping = tasks.create_task(self._stop_when_asked(process))
-            code = await process.wait()
-            stopping.cancel()
-        return code
+        async with beside(self._stop_when_asked(process)):
+            return await process.wait()
 
     async def _stop_when_asked(self, process: asyncio.subprocess.Process) -> None:
         await self._asked.wait()

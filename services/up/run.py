@@ -26,6 +26,7 @@ from penstock.shared.inputs import NEXT_INPUTS
 from penstock.shared.preflight.node import mps_answers
 from penstock.shared.process.memory_timeline import host_bytes
 from penstock.shared.settings import SETTINGS_FILE, Settings
+from penstock.shared.tasks import beside
 
 _SHOW_EVERY_S = 0.5
 
@@ -110,18 +111,13 @@ async def _go(
         targets = Targets(run.folder, run.settings.run.id, plans, screen.tell)
         acceptance, page = _Acceptance(run, supervisor, screen), _PageLink(run.folder, token, screen.tell)
         _listen(supervisor, screen)
-        async with asyncio.TaskGroup() as tasks:
-            around = [
-                tasks.create_task(
-                    watch.run(lambda seen: _heed(supervisor, targets, acceptance, page, run.folder, seen))
-                ),
-                tasks.create_task(_show(supervisor, watch, screen)),
-                tasks.create_task(targets.run()),
-                tasks.create_task(Room(run.folder, screen.tell, free_bytes).run()),
-            ]
+        async with beside(
+            watch.run(lambda seen: _heed(supervisor, targets, acceptance, page, run.folder, seen)),
+            _show(supervisor, watch, screen),
+            targets.run(),
+            Room(run.folder, screen.tell, free_bytes).run(),
+        ):
             ending = await supervisor.run()
-            for task in around:
-                task.cancel()
         screen.show(watch.seen.run, _rows(supervisor.children, watch.seen))
         acceptance.close()
         if (seen := watch.seen.run) is not None and seen.ended:

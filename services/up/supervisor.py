@@ -25,6 +25,7 @@ from penstock.services.up.process import Child, ChildState, ProcessFailure, Rest
 from penstock.shared.bus.client import connection
 from penstock.shared.errors import BusUnavailable, SettingsError
 from penstock.shared.files.durable import UpdatedFile, no_space
+from penstock.shared.tasks import beside, together
 from penstock.shared.text.redaction import redact
 
 _BUS_START_S = 30.0
@@ -111,16 +112,9 @@ class Supervisor:
             runs = {child: tasks.create_task(child.run()) for child in bus}
             if not bus or await self._bus_answers(bus[0]):
                 runs |= {child: tasks.create_task(child.run()) for child in self.children if child not in runs}
-            around = [
-                tasks.create_task(self._end_orphans()),
-                tasks.create_task(self._look_for_silent()),
-                tasks.create_task(self._rotate_logs()),
-                tasks.create_task(self._table.run()),
-            ]
-            await self._ended.wait()
-            await self._stop_in_order(runs)
-            for task in around:
-                task.cancel()
+            async with beside(self._end_orphans(), self._look_for_silent(), self._rotate_logs(), self._table.run()):
+                await self._ended.wait()
+                await self._stop_in_order(runs)
         process_tree.end_orphans(())
         self._write_table()
         assert self._ending is not None
@@ -211,9 +205,7 @@ class Supervisor:
     async def _look_for_silent(self) -> None:
         """Ask processes without heartbeats whether they are ready, and whether they still answer."""
         asked = [child for child in self.children if child.plan.service in _QUESTIONS]
-        async with asyncio.TaskGroup() as tasks:
-            for child in asked:
-                tasks.create_task(self._ask_forever(child))
+        await together(map(self._ask_forever, asked))
 
     async def _ask_forever(self, child: Child) -> None:
         is_silent = False

@@ -147,7 +147,7 @@ class Prompt:
     teachers: Annotated[tuple[str, ...], _NAME] = ()
     """By ``data.teacher_field``: the teachers of this problem."""
     row_id: Annotated[str, FieldLimits(length=64)] = ""
-    """Digest of the row's question and answer; empty: from an older Penstock."""
+    """Digest of the row's question and answer; empty: it is of no dataset."""
     environment: Annotated[str, _NAME] = ""
     """What the policy's turns happen in; empty: a single turn."""
     losses: Annotated[int, _INT32] = 0
@@ -414,15 +414,15 @@ class Probe:
     token_ids: Annotated[Int32Array, _INT32]
     lengths: Annotated[Int32Array, FieldLimits(1, (1 << 31) - 1)]
     logprobs: Annotated[Float32Array, _ANY_LOGPROB]
-    noise: Annotated[Float32Array, _DIFFERENCE] = dataclasses.field(default_factory=no_logprobs)
-    """What rounding to the replicas' number type changes in them; empty: not known (an older Penstock)."""
+    noise: Annotated[Float32Array, _DIFFERENCE]
+    """What rounding to the replicas' number type changes in them."""
     change: Annotated[Float32Array, _DIFFERENCE] = dataclasses.field(default_factory=no_logprobs)
     """What the step changed in them, rounded otherwise than ``logprobs``; empty: not a step of this process."""
 
     def check(self) -> None:
         """Raise ValueError if the lengths disagree."""
         tokens, sequences = len(self.token_ids), len(self.lengths)
-        scored = (len(self.logprobs), len(self.noise) or len(self.logprobs), len(self.change) or len(self.logprobs))
+        scored = (len(self.logprobs), len(self.noise), len(self.change) or len(self.logprobs))
         if int(self.lengths.sum(dtype=np.int64)) != tokens or set(scored) != {tokens - sequences}:
             raise ValueError(
                 f"expected lengths and logprobs of {tokens} tokens, found {sequences} sequences and {scored[0]} logprobs, "

@@ -3,10 +3,12 @@
 import asyncio
 import contextlib
 import errno
+import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 LEAST_BYTES = 4 * 2**20
 """Less counts as full."""
@@ -27,6 +29,15 @@ def write_whole(path: Path, text: str, mode: int | None = None) -> None:
     except OSError:
         beside.unlink(missing_ok=True)
         raise
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file, {} if it has none or cannot be read."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ from typing import Literal
 
 from penstock.shared.errors import PeerError
 from penstock.shared.peers import frames
+from penstock.shared.peers.keep_alive import keep_alive
 
 Secret = Callable[[], bytes]
 """Returns the run's current secret."""
@@ -56,6 +57,22 @@ async def introduce(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, 
     except PeerError as error:
         raise PeerError(f"the peer did not accept this process: do both belong to the same run? ({error})") from error
     _check(answer, secret, "server", theirs + ours)
+
+
+async def connect(address: str, secret: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Connect to the peer at host:port and introduce this process, without a deadline; raises PeerError or OSError."""
+    host, _, port = address.rpartition(":")
+    try:
+        reader, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+    except (ValueError, OverflowError) as error:
+        raise PeerError(f"expected host:port of a peer, found {address[:80]!r}") from error
+    try:
+        keep_alive(writer.get_extra_info("socket"))
+        await introduce(reader, writer, secret)
+    except BaseException:
+        writer.close()
+        raise
+    return reader, writer
 
 
 def _nonce(frame: frames.Frame) -> bytes:

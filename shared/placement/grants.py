@@ -146,7 +146,7 @@ class DeviceGrants:
         look = await look_at_devices(self._bus, len(self._settings.shared_devices))
         decision = decide(look if self._has_settled(time.monotonic()) else look.with_lapsed)
         for index, grant in decision.ask_back:
-            rung = max(self._rung(other, grant) for other, held in decision.ask_back if held.term == grant.term)
+            rung = max(self._rung(other) for other, held in decision.ask_back if held.term == grant.term)
             await ask_back(self._bus, term, index, grant.term, rung.number, rung.offload_bytes)
         for request in decision.grants:
             granted = await grant_devices(self._bus, term, request, self._settings.internal.claim_after_s)
@@ -159,7 +159,7 @@ class DeviceGrants:
         self._looked_s = now_s
         return now_s - self._since_s >= SETTLE_S
 
-    def _rung(self, index: int, grant: Grant) -> Rung:
+    def _rung(self, index: int) -> Rung:
         chosen = self._settings.placement.rung
         if chosen != "auto":
             return Rung(chosen)

@@ -28,6 +28,7 @@ from penstock.shared.bus.stores.replicas.device_leases import (
 from penstock.shared.errors import BusUnavailable, Fenced, SettingsError
 from penstock.shared.placement.devices import devices_of
 from penstock.shared.process.service import Context
+from penstock.shared.tasks import beside
 
 _LOOK_S = 0.03
 _LEAVE_S = 1.0
@@ -186,12 +187,8 @@ async def leased(lease: DeviceLease, *, until_the_end: bool = False) -> AsyncIte
     """
     failed = False
     try:
-        async with asyncio.TaskGroup() as tasks:
-            keeping = tasks.create_task(lease.keep())
-            try:
-                yield lease
-            finally:
-                keeping.cancel()
+        async with beside(lease.keep()):
+            yield lease
     except BaseException as error:
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]

@@ -17,7 +17,7 @@ from penstock.shared.bus.stores.replicas.heartbeats import echo, heartbeats
 from penstock.shared.bus.stores.replicas.run_secret import known_secret
 from penstock.shared.errors import BusUnavailable, PeerError, SettingsError
 from penstock.shared.peers import frames
-from penstock.shared.peers.handshake import introduce
+from penstock.shared.peers.handshake import connect
 from penstock.shared.preflight.finding import Finding, failed, passed
 
 _CONNECT_S, _PROBE_S, _MOST_BYTES = 5.0, 2.0, 256 << 20
@@ -56,13 +56,11 @@ async def _sources(bus: Bus) -> dict[str, str]:
 
 
 async def _link(name: str, address: str, secret: bytes) -> Finding:
-    host, _, port = address.rpartition(":")
     check = f"link to {name}"
     try:
         async with asyncio.timeout(_CONNECT_S + 2 * _PROBE_S):
-            reader, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+            reader, writer = await connect(address, secret)
             with contextlib.closing(writer):
-                await introduce(reader, writer, secret)
 
                 async def probe(nbytes: int) -> None:
                     writer.write(frames.pack({"verb": "probe", "bytes": nbytes}))

@@ -10,7 +10,7 @@ import dataclasses
 import http
 import logging
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import uvicorn
@@ -52,8 +52,17 @@ class Connections:
         self.unproven = Newcomers(bounds.unproven)
         self.proven = Newcomers(bounds.proven)
 
-    def server(self, app: ASGIApp, listening: socket.socket) -> uvicorn.Config:
-        """Return the configuration of a server of ``app`` whose connections, of ``listening``, are these."""
+    async def serve(self, app: ASGIApp, listening: socket.socket, ready: Callable[[], None] = lambda: None) -> None:
+        """Serve ``app`` until cancelled, then finish open requests; call ``ready`` once it answers."""
+        server = _Quiet(self._config(app, listening), ready)
+        serving = asyncio.ensure_future(server.serve(sockets=[listening]))
+        try:
+            await asyncio.shield(serving)
+        finally:
+            server.should_exit = True
+            await asyncio.gather(serving, return_exceptions=True)
+
+    def _config(self, app: ASGIApp, listening: socket.socket) -> uvicorn.Config:
         listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, _SILENT_S)
         logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # clients' broken requests are not errors
         return uvicorn.Config(
@@ -70,6 +79,22 @@ class Connections:
 
     def _protocol(self, **arguments: Any) -> asyncio.Protocol:
         return _Bounded(self, **arguments)
+
+
+class _Quiet(uvicorn.Server):
+    """Leaves signals to its process."""
+
+    def __init__(self, config: uvicorn.Config, ready: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._ready = ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._ready()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
 
 
 def note_proven(scope: Scope, among: Newcomers | None = None) -> None:

@@ -6,6 +6,7 @@ import os
 import resource
 import signal
 import sys
+from typing import BinaryIO, TextIO
 
 FOR_PYTHON = ("PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "LANG", "LC_ALL", "TMPDIR")
 """The environment of processes with untrusted code or text: no credentials or settings."""
@@ -32,9 +33,13 @@ def confine(parent: int, memory_bytes: int | None) -> None:
         sys.exit(0)
 
 
-def close_standard_streams() -> None:
-    """Let libraries read nothing, and print to standard error."""
+def take_standard_streams() -> tuple[BinaryIO, TextIO]:
+    """Return standard input and output. From then on libraries read nothing, and print to standard error, so that they
+    cannot forge an answer.
+    """
+    questions, output = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "w", encoding="utf-8")
     empty = os.open(os.devnull, os.O_RDONLY)
     os.dup2(empty, 0)
     os.close(empty)
     os.dup2(2, 1)
+    return questions, output

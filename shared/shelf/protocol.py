@@ -13,14 +13,12 @@ import asyncio
 import contextlib
 import hashlib
 import re
-import socket
 from collections.abc import AsyncIterator
 from typing import Any, TypeAlias
 
 from penstock.shared.errors import PeerError
 from penstock.shared.peers.frames import Frame, pack, receive_async
-from penstock.shared.peers.handshake import Secret, introduce
-from penstock.shared.peers.keep_alive import keep_alive
+from penstock.shared.peers.handshake import Secret, connect
 
 PART_BYTES = 4 << 20
 MOST_BYTES = 1 << 36
@@ -89,19 +87,9 @@ async def send(writer: asyncio.StreamWriter, payload: bytes) -> None:
 @contextlib.asynccontextmanager
 async def connected(address: str, secret: Secret) -> AsyncIterator[Streams]:
     """Yield a connection to the shelf at ``address``. Raises PeerError, OSError, TimeoutError."""
-    host, _, port = address.rpartition(":")
-    if not port.isdecimal():
-        raise PeerError(f"expected host:port of a shelf, found {address[:80]!r}")
+    async with asyncio.timeout(_CONNECT_S):
+        reader, writer = await connect(address, secret())
     try:
-        async with asyncio.timeout(_CONNECT_S):
-            reader, writer = await asyncio.open_connection(host.strip("[]"), int(port))
-    except (ValueError, OverflowError) as error:
-        raise PeerError(f"expected host:port of a shelf, found {address[:80]!r}") from error
-    try:
-        connection: socket.socket = writer.get_extra_info("socket")
-        keep_alive(connection)
-        async with asyncio.timeout(_CONNECT_S):
-            await introduce(reader, writer, secret())
         yield reader, writer
     finally:
         writer.close()

@@ -145,12 +145,10 @@ async def test_the_models_of_the_reward_service_are_measured_before_less_is_free
         beat("rollout-1", memory_weights=4.0, memory_kv_cache=30.0, memory_capacity=100.0),
     ]
     grants = DeviceGrants(bus, Ledger(bus), settings, lambda: beats)
-    assert (grants._rung(0, grant(FIRST)), grants._rung(1, grant(SECOND))) == ((4, 0), (0, 0)), (
-        "the models use device 0 alone"
-    )
+    assert (grants._rung(0), grants._rung(1)) == ((4, 0), (0, 0)), "the models use device 0 alone"
     for peak, rung in ((50.0, 0), (80.0, 1), (84.0, 2)):
         beats[2] = beat("reward-0", memory_peak=peak)
-        assert (grants._rung(0, grant(FIRST)), grants._rung(0, grant(SCORE))) == ((rung, 0), (rung, 0))
+        assert grants._rung(0) == (rung, 0)
 
 
 async def test_a_coordinator_that_starts_later_learns_the_largest_step_and_not_the_last(bus: Bus) -> None:
@@ -160,7 +158,7 @@ async def test_a_coordinator_that_starts_later_learns_the_largest_step_and_not_t
         replica.note_memory({"weights": 4.0, "kv_cache": cache, "capacity": 100.0})
     beats = [beat("trainer-0", **trainer.values), beat("rollout-0", **replica.values)]
     grants = DeviceGrants(bus, Ledger(bus), loads('placement.mode = "shared"', "run.toml"), lambda: beats)
-    assert grants._rung(0, grant(FIRST)).number == 1, "80 and 34 exceed 90"
+    assert grants._rung(0).number == 1, "80 and 34 exceed 90"
 
 
 async def test_a_tensor_parallel_replica_frees_each_of_its_devices_at_the_highest_rung_of_them(bus: Bus) -> None:
@@ -174,9 +172,7 @@ async def test_a_tensor_parallel_replica_frees_each_of_its_devices_at_the_highes
     ]
     players = Players(bus, 0, WIDE)
     players.grants = grants = DeviceGrants(bus, players.grants._ledger, settings, lambda: beats)
-    assert (grants._rung(0, grant(BOTH)), grants._rung(1, grant(BOTH))) == ((1, 0), (0, 0)), (
-        "each holds as much; models use one"
-    )
+    assert (grants._rung(0), grants._rung(1)) == ((1, 0), (0, 0)), "each holds as much; models use one"
     await players.settle("rollout-0")
     await players.request("trainer-0")
     await grants.look()

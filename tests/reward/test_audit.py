@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from penstock.services.cli.__main__ import main
+from penstock.services.coordinator.admission import dataset
 from penstock.services.coordinator.records.recorder import rollout_line
 from penstock.services.reward.audit import suites, texts
 from penstock.services.reward.scoring import Scoring
@@ -119,7 +120,9 @@ async def test_rewarded_programs_that_fail_the_suite_are_found_in_an_executor_of
         }
         for program in programs
     ]
+    (problem,) = dataset.load_training(run.data, ["code"]).problems
     row = {"step": 1, "group": 0, "problem": "data.jsonl:1", "prompt": "f adds 1", "answer": None}
+    row["row_id"] = problem.row_id
     run.run_folder.mkdir()
     (run.run_folder / "settings.toml").write_text(dumps(run))
     (run.run_folder / "rollouts.jsonl").write_text(json.dumps({**row, "completions": completions}) + "\n")

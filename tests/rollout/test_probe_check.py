@@ -159,12 +159,6 @@ def test_a_fault_of_some_tokens_or_of_one_engine_shows_in_its_part() -> None:
     assert "found a gap of inf" in judge(rows, probe, 3.0).problem
 
 
-def test_a_probe_without_noise_is_measured_and_never_an_alarm() -> None:
-    before = Probe(np.zeros(5, np.int32), np.array([5], np.int32), np.full(4, -1.0, np.float32))
-    finding = judge([np.full(4, -3.0, np.float32)], before, 3.0)
-    assert (finding.problem, finding.figures) == ("", {"gap_nats": 2.0, "gap_max_nats": 2.0, "worst_part": 0.0})
-
-
 def test_a_gap_that_harms_nothing_is_no_alarm_however_small_the_noise() -> None:
     probe = Probe(
         np.zeros(5, np.int32), np.array([5], np.int32), np.full(4, -1.0, np.float32), np.full(4, 1e-7, np.float32)

@@ -13,6 +13,7 @@ import tomli_w
 from penstock.services.coordinator.records.jsonl import read
 from penstock.services.coordinator.records.summary import one_line_a_step
 from penstock.shared.bus.keys import NO_ENDINGS
+from penstock.shared.files.durable import read_object
 from penstock.shared.settings import RunKind, Settings
 from penstock.shared.settings.reading.published import public_text, published
 
@@ -46,7 +47,7 @@ def copy_records(run_folder: Path, to: Path) -> None:
     for name in ("metrics.jsonl", "evaluations.jsonl"):
         if (run_folder / name).is_file():
             shutil.copy(run_folder / name, to / name)
-    if summary := _summary(run_folder):
+    if summary := read_object(run_folder / "summary.json"):
         figures = {name: value for name, value in summary.items() if name not in _SENTENCES}
         (to / "summary.json").write_text(json.dumps(figures, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
@@ -102,17 +103,9 @@ def _evaluations(folder: Path, step: int) -> list[dict[str, Any]]:
     return [{name: line.get(name) for name in names} for line in lines]
 
 
-def _summary(folder: Path) -> dict[str, Any]:
-    try:
-        summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return summary if isinstance(summary, dict) else {}
-
-
 def _ledger(folder: Path) -> list[dict[str, Any]]:
     try:
-        summary = _summary(folder)
+        summary = read_object(folder / "summary.json")
         counts = {"admitted": summary["groups_admitted"], **summary["counts"]}
     except (KeyError, TypeError):
         return []

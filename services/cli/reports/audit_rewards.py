@@ -14,9 +14,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.table import Table
 from rich.text import Text
@@ -33,9 +33,6 @@ from penstock.shared.executor.client import ExecutorClient
 from penstock.shared.executor.protocol import Job
 from penstock.shared.settings import Settings
 
-if TYPE_CHECKING:
-    from penstock.services.client.coordinator import CoordinatorClient
-
 _MOST_GROUPS, _PAGE = 5_000, 50
 _START_WITHIN_S = 60.0
 _SHOWN_TEXT, _SHOWN_DETAIL = 60, 100
@@ -44,9 +41,9 @@ _SHOWN_TEXT, _SHOWN_DETAIL = 60, 100
 def read_groups(settings: Settings, url: str, token_file: Path | None) -> list[AuditedGroup]:
     asked = find_alive(settings.run_folder, url, token_file)
     if asked is None:
-        rows: list[Mapping[str, Any]] = list(jsonl.read(settings.run_folder / "rollouts.jsonl"))
+        rows: Sequence[Mapping[str, Any]] = list(jsonl.read(settings.run_folder / "rollouts.jsonl"))
     else:
-        rows = _pages(asked)
+        rows = asked.items("/v1/run/rollouts", _MOST_GROUPS, a_page=_PAGE)
     if not rows:
         raise SettingsError(
             f"no groups of the run are recorded in {settings.run_folder}: coordinator.sample_every_steps sets how "
@@ -57,18 +54,8 @@ def read_groups(settings: Settings, url: str, token_file: Path | None) -> list[A
     return [_group(row, columns) for row in rows]
 
 
-def _pages(asked: "CoordinatorClient") -> list[Mapping[str, Any]]:
-    rows: list[Mapping[str, Any]] = []
-    page = asked.get("/v1/run/rollouts", limit=_PAGE)
-    rows += page["items"]
-    while page["next"] is not None and len(rows) < _MOST_GROUPS:
-        page = asked.get("/v1/run/rollouts", limit=_PAGE, cursor=page["next"])
-        rows += page["items"]
-    return rows
-
-
 def _columns(settings: Settings) -> dict[str, dict[str, dict[str, Json]]]:
-    """Return the other columns of each row, by its stable id and place; of older records both are the place."""
+    """Return the other columns of each row, by its id and place."""
     if not audit.needs_executor(settings):
         return {}
     names = [scorer.name for scorer in settings.reward.scorers]
@@ -76,12 +63,11 @@ def _columns(settings: Settings) -> dict[str, dict[str, dict[str, Json]]]:
     columns: dict[str, dict[str, dict[str, Json]]] = {}
     for problem in problems:
         columns.setdefault(problem.row_id, {})[problem.source] = problem.extra
-        columns[problem.source] = {problem.source: problem.extra}
     return columns
 
 
 def _extra(row: Mapping[str, Any], columns: Mapping[str, dict[str, dict[str, Json]]]) -> dict[str, Json]:
-    equal = columns.get(row.get("row_id") or row["problem"], {})
+    equal = columns.get(row["row_id"], {})
     return equal.get(row["problem"]) or next(iter(equal.values()), {})
 
 

@@ -17,7 +17,7 @@ from penstock.services.coordinator.records.summary import one_line_a_step
 from penstock.services.up.display import console
 from penstock.services.up.display.view import spark
 from penstock.shared.errors import PenstockError
-from penstock.shared.settings import Settings, load_run
+from penstock.shared.settings import Settings, flat, load_run
 from penstock.shared.text.terminal import escaped_line
 
 _PLACES = frozenset(
@@ -66,7 +66,7 @@ class Curve:
 
 def settings_differences(runs: Sequence[Settings]) -> dict[str, list[Any]]:
     """Return each run's values of those that are not the same in all, by key, except for names and places."""
-    all_values = [_flat(of.model_dump(mode="json")) for of in runs]
+    all_values = [flat(of.model_dump(mode="json")) for of in runs]
     keys = dict.fromkeys(itertools.chain(*all_values))
     rows = {key: [values.get(key) for values in all_values] for key in keys if key not in _PLACES}
     return {key: row for key, row in rows.items() if any(value != row[0] for value in row)}
@@ -188,13 +188,3 @@ def _values(lines: Sequence[Mapping[str, Any]], name: str) -> list[float]:
 
 def _shown(value: Any) -> str:
     return "not set" if value is None else json.dumps(value, ensure_ascii=False)
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        if isinstance(value, dict) and value:
-            flat |= _flat(value, f"{prefix}{name}.")
-        else:
-            flat[f"{prefix}{name}"] = value
-    return flat

@@ -9,9 +9,9 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.services.cli.connection import existing
-from penstock.services.cli.plan import preferences
 from penstock.services.coordinator.records.jsonl import read
 from penstock.services.coordinator.records.memory import MEMORY_FILE
+from penstock.services.plan.certain import trainer_options
 from penstock.services.plan.hardware import GIB
 from penstock.services.plan.memory import Component, EngineOptions, engine_memory, trainer_table
 from penstock.services.plan.workload import Workload, workload_of
@@ -67,7 +67,7 @@ def predicted(settings: Settings, measured: PhaseMemory) -> dict[str, float]:
         return {}
     if measured.device.endswith(" cpu"):
         work = dataclasses.replace(work, weight_bytes=4)  # the trainer computes in float32 there
-    options, room_bytes = preferences(settings).trainer, measured.capacity_bytes
+    options, room_bytes = trainer_options(settings), measured.capacity_bytes
     if settings.common_gpus:  # the engines have theirs at the same time
         room_bytes *= 1 - settings.rollout.vllm.gpu_memory_utilization
     if "." in measured.replica and not options.sharded:  # rank 0 alone has snapshots

@@ -4,15 +4,12 @@ Its address is in <run folder>/coordinator.json.
 """
 
 import asyncio
-import contextlib
 import json
 import logging
 import os
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 
-import uvicorn
 from fastapi import FastAPI
 
 from penstock.services.coordinator.api.errors import problem
@@ -21,20 +18,6 @@ from penstock.shared.files.durable import write_whole
 from penstock.shared.process.connections import ConnectionBounds, Connections
 
 log = logging.getLogger(__name__)
-
-
-class _Quiet(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self.answers = asyncio.Event()
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self.answers.set()
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 class ApiServer:
@@ -58,21 +41,13 @@ class ApiServer:
 
     async def run(self, app: FastAPI, announce: Path | None, run_id: str) -> None:
         """Serve until cancelled, then finish open requests. ``announce``: the file that says where."""
-        server = _Quiet(self._connections.server(app, self._socket))
-        serving = asyncio.ensure_future(server.serve(sockets=[self._socket]))
-        answering = asyncio.ensure_future(server.answers.wait())
-        try:
-            await asyncio.wait([serving, answering], return_when=asyncio.FIRST_COMPLETED)
-            if serving.done():
-                serving.result()  # raises why it does not serve
+
+        def ready() -> None:
             if announce is not None:
                 self.announce(announce, run_id)
             self.answers.set()
-            await asyncio.shield(serving)
-        finally:
-            answering.cancel()
-            server.should_exit = True
-            await serving
+
+        await self._connections.serve(app, self._socket, ready)
 
     def announce(self, path: Path, run_id: str) -> None:
         """A full disk is retried next time."""

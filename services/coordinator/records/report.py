@@ -24,7 +24,7 @@ from penstock.services.coordinator.records.summary import mean_ends
 from penstock.services.coordinator.schemas.records import RolloutView, TokensView, excerpt, rollout_view, tokens_view
 from penstock.shared.bus.messages import Json
 from penstock.shared.errors import SettingsError
-from penstock.shared.files.durable import write_whole
+from penstock.shared.files.durable import read_object, write_whole
 from penstock.shared.files.token_records import read_record
 from penstock.shared.settings import SETTINGS_FILE, load
 from penstock.shared.settings.reading.published import published
@@ -89,7 +89,7 @@ def document(body: str, scripts: Sequence[str], data: dict[str, Json]) -> str:
 
 
 def records(run_folder: Path) -> dict[str, Json]:
-    summary = redacted_values(_object(run_folder / "summary.json"))
+    summary = redacted_values(read_object(run_folder / "summary.json"))
     curves = Curves(run_folder)
     while not curves.catch_up():
         pass
@@ -196,18 +196,3 @@ def _settings(run_folder: Path) -> str:
     except SettingsError:
         return ""
     return f"# Without texts and paths, which are in {SETTINGS_FILE} in the run's folder.\n{tomli_w.dumps(published(settings))}"
-
-
-def _text(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
-
-
-def _object(file: Path) -> dict[str, Json]:
-    try:
-        value = json.loads(_text(file))
-    except ValueError:
-        return {}
-    return value if isinstance(value, dict) else {}

@@ -163,7 +163,7 @@ class RolloutView(ResponseModel):
     problem: str
     """Place in the dataset, `file:line`."""
     row_id: str
-    """Digest of its question and answer, wherever its row is; of older records the place."""
+    """Digest of its question and answer, wherever its row is."""
     prompt: str | list[Turn] | None
     """Text or conversation."""
     answer: str | None
@@ -208,7 +208,7 @@ def rollout_view(line: Mapping[str, Json]) -> RolloutView:
     Raises:
         KeyError, ValidationError: from another version.
     """
-    view: dict[str, Any] = {"row_id": line["problem"], **line, "id": line["entry"]}
+    view: dict[str, Any] = {**line, "id": line["entry"]}
     completions: Any = line["completions"]
     view["completions"] = [{**each, "characters": len(each["text"])} for each in completions]
     return RolloutView.model_validate(view)

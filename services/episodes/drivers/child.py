@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.shared.errors import TemporaryError
 from penstock.shared.model.rendering.chat_template import template_library
-from penstock.shared.process.parent import close_standard_streams, confine
+from penstock.shared.process.parent import confine, take_standard_streams
 
 if TYPE_CHECKING:
     from penstock.services.episodes.drivers.mcp import Servers
@@ -236,8 +236,7 @@ def _close(descriptors: Sequence[int]) -> None:
 def main() -> None:
     named, parent = json.loads(sys.argv[1]), int(sys.argv[2])
     confine(parent, None)
-    questions, output, lock = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "w", encoding="utf-8"), threading.Lock()
-    close_standard_streams()
+    (questions, output), lock = take_standard_streams(), threading.Lock()
     os.register_at_fork(after_in_child=lambda: _close([questions.fileno(), output.fileno()]))
 
     def write(answer: Mapping[str, Any]) -> None:

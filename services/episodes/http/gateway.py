@@ -22,7 +22,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
-import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.requests import ClientDisconnect
@@ -99,14 +98,7 @@ class Gateway:
 
     async def run(self) -> None:
         """Serve until cancelled."""
-        server = uvicorn.Server(self._connections.server(self._app(), self._socket))
-        server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]
-        serving = asyncio.ensure_future(server.serve(sockets=[self._socket]))
-        try:
-            await asyncio.shield(serving)
-        finally:
-            server.should_exit = True
-            await asyncio.gather(serving, return_exceptions=True)
+        await self._connections.serve(self._app(), self._socket)
 
     def _app(self) -> FastAPI:
         app = FastAPI(openapi_url=None)

@@ -51,8 +51,8 @@ class Classifier:
         device = pick_device(work.device, "reward.models.device")
         dtype = pick_dtype(device)
         self._tokenizer = self._load(self._open_tokenizer, "tokenizer", scorer.model)
-        opened = self._open_classifier if scorer.head == "classifier" else self._open_scalar
-        model = self._load(lambda: opened(dtype), "model", scorer.model)
+        model = self._load(lambda: self._open(dtype), "model", scorer.model)
+        self._is_scalar = isinstance(model, ScalarHead)
         self._config = model.config
         self._config.use_cache = False
         self._text_config = self._config.get_text_config()
@@ -200,15 +200,15 @@ class Classifier:
 
         return AutoTokenizer.from_pretrained(self._scorer.model, trust_remote_code=self._scorer.trust_remote_code)
 
-    def _open_classifier(self, dtype: torch.dtype) -> Any:
-        from transformers import AutoModelForSequenceClassification
+    def _open(self, dtype: torch.dtype) -> Any:
+        from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
 
-        return self._whole(AutoModelForSequenceClassification, dtype)
-
-    def _open_scalar(self, dtype: torch.dtype) -> "ScalarHead":
-        from transformers import AutoModel
-
-        weight, bias = _scalar_head(self._scorer.model)
+        source, remote = self._scorer.model, self._scorer.trust_remote_code
+        config = AutoConfig.from_pretrained(source, trust_remote_code=remote)
+        head = None if _is_classifier(config) else _scalar_head(source)
+        if head is None:
+            return self._whole(AutoModelForSequenceClassification, dtype)
+        weight, bias = head
         return ScalarHead(self._whole(AutoModel, dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
 
     def _whole(self, kind: Any, dtype: torch.dtype) -> Any:
@@ -225,7 +225,7 @@ class Classifier:
 
     def _find_label(self) -> int:
         names = {number: str(name) for number, name in (getattr(self._config, "id2label", None) or {}).items()}
-        count = int(getattr(self._config, "num_labels", 1)) if self._scorer.head == "classifier" else 1
+        count = 1 if self._is_scalar else int(getattr(self._config, "num_labels", 1))
         label = self._scorer.label
         if not label and count == 1:
             return 0
@@ -267,8 +267,14 @@ class ScalarHead(nn.Module):
         return _Outputs(nn.functional.linear(hidden_BD, self.weight, self.bias))
 
 
-def _scalar_head(source: str) -> tuple[Tensor, Tensor | None]:
-    """Return weight (1 × D) and bias of a scalar head. Raises ValueError without one."""
+def _is_classifier(config: Any) -> bool:
+    """Whether a checkpoint says that it is of a class for sequence classification."""
+    names = [*(getattr(config, "architectures", None) or ()), *(getattr(config, "auto_map", None) or ())]
+    return any(name.endswith("ForSequenceClassification") for name in names)
+
+
+def _scalar_head(source: str) -> tuple[Tensor, Tensor | None] | None:
+    """Return weight (1 × D) and bias of a checkpoint's scalar head, if it has one."""
     from huggingface_hub import snapshot_download
     from safetensors import safe_open
 
@@ -284,9 +290,7 @@ def _scalar_head(source: str) -> tuple[Tensor, Tensor | None]:
             return value
 
     name = next((name for name in _SCALAR_HEADS if f"{name}.weight" in places), None)
-    if name is None:
-        raise ValueError(f"none of {', '.join(_SCALAR_HEADS)} in its safetensors")
-    weight = tensor(f"{name}.weight")
-    if weight.ndim != 2 or weight.shape[0] != 1:
-        raise ValueError(f"its {name}.weight has the shape {tuple(weight.shape)}, not one row")
+    weight = None if name is None else tensor(f"{name}.weight")
+    if weight is None or weight.ndim != 2 or weight.shape[0] != 1:
+        return None
     return weight, tensor(f"{name}.bias") if f"{name}.bias" in places else None

@@ -26,6 +26,7 @@ from penstock.shared.bus.streams import EVAL_ROLLOUTS, EXPERIENCE, ROLLOUTS
 from penstock.shared.placement.lease import DeviceLease
 from penstock.shared.process.telemetry import Status
 from penstock.shared.settings.algorithm import AlgorithmSettings
+from penstock.shared.tasks import beside
 
 _LEAST_QUIET_S = 1.0
 _QUIET_TURNS = 4.0
@@ -232,12 +233,8 @@ class ModelTurns(Turns):
         Raises:
             Fenced: another process was granted the device.
         """
-        async with asyncio.TaskGroup() as tasks:
-            turns = tasks.create_task(self._run())
-            try:
-                yield
-            finally:
-                turns.cancel()
+        async with beside(self._run()):
+            yield
 
     async def _run(self) -> None:
         while True:

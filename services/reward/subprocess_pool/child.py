@@ -15,9 +15,9 @@ import json
 import os
 import signal
 from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from typing import Any, BinaryIO, TextIO, TypeAlias
 
-from penstock.shared.process.parent import close_standard_streams, confine
+from penstock.shared.process.parent import confine, take_standard_streams
 
 Answerer: TypeAlias = Callable[[dict[str, Any]], Mapping[str, object]]
 _LONGEST_ERROR = 1_000
@@ -28,8 +28,7 @@ def serve(
 ) -> None:
     """Answer until standard input ends."""
     confine(parent, memory_bytes)
-    questions, output = os.dup(0), os.fdopen(os.dup(1), "w", encoding="utf-8")
-    close_standard_streams()
+    questions, output = take_standard_streams()
     try:
         answer = prepare()
     except Exception as error:  # noqa: BLE001 (the edge of the process: whoever started it tells people)
@@ -44,7 +43,7 @@ def serve(
         _write(output, {"overdue": True})
 
 
-def _worker_is_overdue(questions: int, output: Any, answer: Answerer) -> bool:
+def _worker_is_overdue(questions: BinaryIO, output: TextIO, answer: Answerer) -> bool:
     """Answer in a fork; return whether it exceeded its CPU time."""
     template = os.getpid()
     pid = os.fork()
@@ -56,8 +55,8 @@ def _worker_is_overdue(questions: int, output: Any, answer: Answerer) -> bool:
     return os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF
 
 
-def _answer_all(questions: int, output: Any, answer: Answerer) -> None:
-    with os.fdopen(questions, "rb", closefd=False) as lines:
+def _answer_all(questions: BinaryIO, output: TextIO, answer: Answerer) -> None:
+    with os.fdopen(questions.fileno(), "rb", closefd=False) as lines:
         for line in lines:
             question = json.loads(line)
             signal.setitimer(signal.ITIMER_PROF, question.pop("cpu_s", 0.0))
@@ -66,5 +65,5 @@ def _answer_all(questions: int, output: Any, answer: Answerer) -> None:
             _write(output, answered)
 
 
-def _write(output: Any, answer: Mapping[str, object]) -> None:
+def _write(output: TextIO, answer: Mapping[str, object]) -> None:
     print(json.dumps(answer), file=output, flush=True)

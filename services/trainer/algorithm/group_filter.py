@@ -29,7 +29,7 @@ import numpy as np
 
 from penstock.shared.bus.messages import Experience, FinishReason, Float32Array, Sample
 from penstock.shared.errors import MessageError
-from penstock.shared.process.parent import die_with
+from penstock.shared.process.parent import confine, take_standard_streams
 
 _TRIAL_LENGTHS = (3, 1, 2)
 _LENGTH_BYTES = 8
@@ -172,11 +172,8 @@ def _arguments(rewards_S: Float32Array, samples: Sequence[Sample]) -> dict[str, 
 
 
 def _serve() -> None:
-    """Answer until standard input ends. What the function prints goes to standard error."""
-    questions, output = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "w", encoding="utf-8")
-    empty = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(empty, 0)
-    os.dup2(2, 1)
+    """Answer until standard input ends."""
+    questions, output = take_standard_streams()
     while length := questions.read(_LENGTH_BYTES):
         name, arguments = pickle.loads(questions.read(int.from_bytes(length, "little")))  # noqa: S301 (of the trainer)
         try:
@@ -194,6 +191,5 @@ def _called(name: str, arguments: dict[str, Any]) -> bool:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if die_with(int(sys.argv[1]), signal.SIGKILL):
-        _serve()
+    confine(int(sys.argv[1]), None)
+    _serve()

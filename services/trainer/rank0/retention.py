@@ -32,6 +32,7 @@ from penstock.shared.bus.stores.run.functions import read_functions
 from penstock.shared.errors import StoreError
 from penstock.shared.process.telemetry import tell
 from penstock.shared.settings import Settings
+from penstock.shared.tasks import together
 
 log = logging.getLogger(__name__)
 
@@ -63,9 +64,7 @@ class Retention:
     async def run(self) -> None:
         """Copy checkpoints to object storage, if any, forever."""
         if self._uploader is not None:
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._uploader.run())
-                tasks.create_task(self._tell_silence())
+            await together([self._uploader.run(), self._tell_silence()])
 
     async def describe(self, step: int, version: PolicyVersion, live: Live) -> CheckpointState:
         """Return the ledger state for a checkpoint of ``step``, whose newest version is ``version``."""

@@ -10,6 +10,7 @@ from penstock.services.up.display import view
 from penstock.shared.advice import advice
 from penstock.shared.errors import SettingsError
 from penstock.shared.files.checkpoint_folder import CHECKPOINTS
+from penstock.shared.files.durable import read_object
 from penstock.shared.settings import SETTINGS_FILE, load
 
 
@@ -19,7 +20,7 @@ def text(run_folder: Path, resumable: bool) -> str:
     if resumable:
         parts = [f"interrupted after step {last_step(run_folder)}"]
     else:
-        summary = _read(run_folder / "summary.json")
+        summary = read_object(run_folder / "summary.json")
         parts = [_figures(summary), _bound(run_folder, bool(summary.get("gpu_hours")))]
     parts.append(_places(run_folder, folder, resumable))
     parts.append(_next(run_folder, folder, resumable))
@@ -79,14 +80,6 @@ def _next(run_folder: Path, folder: str, resumable: bool) -> str:
         return f"write the policy:\n  penstock export {shlex.quote(folder)}" if stored else ""
     load = f"from transformers import AutoModelForCausalLM as M; print(M.from_pretrained({json.dumps(f'{folder}/policy')}))"
     return f"load the policy:\n  python -c {shlex.quote(load)}"
-
-
-def _read(file: Path) -> dict[str, object]:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
 
 
 def _number(summary: dict[str, object], name: str) -> float | None:

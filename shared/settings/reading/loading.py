@@ -144,6 +144,18 @@ def dumps(settings: Settings) -> str:
     return f"# The resolved settings of run {settings.run.id}.\n{tomli_w.dumps(values)}"
 
 
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the values of tables by dotted keys.
+
+    >>> flat({"run": {"id": "a", "steps": 3}, "tools": {}})
+    {'run.id': 'a', 'run.steps': 3, 'tools': {}}
+    """
+    keys: dict[str, Any] = {}
+    for name, value in values.items():
+        keys |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) and value else {f"{prefix}{name}": value}
+    return keys
+
+
 def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8-sig")  # editors on Windows write a mark in front

@@ -35,6 +35,7 @@ REPLACED: dict[str, tuple[object, str]] = {
     "reward.scorers[python].memory_mib": (0, "resource.setrlimit in your function's module"),
     "reward.scorers[trl].memory_mib": (0, "resource.setrlimit in your functions' module"),
     "reward.scorers[verifiers].memory_mib": (0, "resource.setrlimit in your functions' module"),
+    "reward.scorers[model].head": ("classifier", "nothing: the checkpoint tells"),
     "reward.scorers[model].max_tokens": (0, "max_position_embeddings in the model's config.json"),
     "reward.scorers[model].tokenizer": ("", "a folder of the model with this tokenizer's files"),
     "reward.scorers[model].normalise": ("none", "reward.expression"),

@@ -49,12 +49,10 @@ class ModelScorer(OpinionScorer):
     kind: Literal["model"]
     """The reward model."""
     model: str
-    """Reward model: a folder in Hugging Face form, or a hub name."""
+    """Reward model: a folder in Hugging Face form, or a hub name. A sequence classifier, or a trunk with a linear layer
+    (`score`, `v_head`, `value_head`, …), which is read at the last token."""
     trust_remote_code: bool = Field(default=False)
     """Whether to run Python code that comes with the model."""
-    head: Literal["classifier", "scalar"] = Field(default="classifier")
-    """Output layer. `classifier`: the model's own class for sequence classification; `scalar`: its trunk with a linear
-    layer of the checkpoint (`score`, `v_head`, `value_head`, …), read at the last token."""
     label: str = Field(default="")
     """Output that is the value, by name or number; empty: the only one."""
     value: Literal["logit", "probability"] = Field(default="logit")

@@ -82,7 +82,7 @@ async def test_versions_of_an_abandoned_branch_are_compared_by_their_lineage(bus
 async def test_probes_of_old_versions_leave_the_bus(bus: Bus) -> None:
     ledger = Ledger(bus)
     numbers, logprobs = np.arange(4, dtype=np.int32), np.zeros(3, np.float32)
-    probe = Probe(numbers, np.array([4], np.int32), logprobs)
+    probe = Probe(numbers, np.array([4], np.int32), logprobs, noise=logprobs)
     for version in range(0, 120, 10):
         await ledger.restore_policy(dataclasses.replace(record(version, None, version), probe=probe), 0, 0)
     for live in range(100, 120):

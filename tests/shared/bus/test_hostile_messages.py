@@ -23,7 +23,9 @@ from penstock.shared.errors import MessageError
 from tests.chaos.fuzz import Hostile
 from tests.support import builders
 
-PROBE = Probe(np.arange(5, dtype=np.int32), np.array([3, 2], np.int32), np.full(3, -1.0, np.float32))
+PROBE = Probe(
+    np.arange(5, dtype=np.int32), np.array([3, 2], np.int32), np.full(3, -1.0, np.float32), np.zeros(3, np.float32)
+)
 RECORD = PolicyRecord(PolicyVersion(3), PolicyVersion(2), 3, 1.0, "ab", "", {"reward_mean": 0.5}, "h:1", PROBE)
 MESSAGES: dict[type, object] = {
     Prompt: builders.prompt(3),

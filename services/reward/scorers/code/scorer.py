@@ -24,6 +24,7 @@ from penstock.shared.errors import PermanentError, SettingsError, TemporaryError
 from penstock.shared.executor.client import ExecutorClient
 from penstock.shared.executor.protocol import MIB, Call, Execution, Job, Limits, Outcome
 from penstock.shared.settings.rewards.scorers import CodeScorer
+from penstock.shared.tasks import together
 
 log = logging.getLogger(__name__)
 
@@ -122,10 +123,8 @@ class CodeTester:
             tests = await self._prepared(tests, group.prompt)
         except TemporaryError as error:
             return [unavailable(self.name, str(error)) if isinstance(program, str) else program for program in programs]
-        tasks: list[asyncio.Task[Score]] = []
-        async with asyncio.TaskGroup() as running:
-            tasks = [running.create_task(self._score(program, tests)) for program in different]
-        scores = {program: task.result() for program, task in zip(different, tasks, strict=True)}
+        values = await together(self._score(program, tests) for program in different)
+        scores = dict(zip(different, values, strict=True))
         return [scores[program] if isinstance(program, str) else program for program in programs]
 
     def _tests(self, prompt: Prompt) -> tuple[Test, ...]:

@@ -11,6 +11,7 @@ from penstock.shared.bus.encoding import wire
 from penstock.shared.bus.messages import Json, RolloutGroup, Sample, Score, ScoreStatus
 from penstock.shared.errors import SettingsError, TemporaryError
 from penstock.shared.settings.rewards.scorers import PythonScorer
+from penstock.shared.tasks import together
 
 
 class FunctionScorer:
@@ -40,9 +41,7 @@ class FunctionScorer:
             async with turns:
                 return await self._call(group, sample, share)
 
-        async with asyncio.TaskGroup() as calling:
-            tasks = [calling.create_task(call(sample)) for sample in group.samples]
-        return [task.result() for task in tasks]
+        return await together(call(sample) for sample in group.samples)
 
     async def _call(self, group: RolloutGroup, sample: Sample, share: Share) -> Score:
         alone = wire.encode(dataclasses.replace(group, samples=(sample,)))

@@ -14,6 +14,7 @@ from penstock.shared.bus.messages import RolloutGroup, Score, ScoreStatus
 from penstock.shared.errors import TemporaryError
 from penstock.shared.http.answer import Answer
 from penstock.shared.settings.rewards.scorers import JudgeScorer
+from penstock.shared.tasks import together
 
 TOKENS = Counter(
     "penstock_reward_judge_tokens_total",
@@ -103,9 +104,9 @@ class Judge:
         questions = await asyncio.to_thread(
             lambda: [fill(self._scorer.template, group.prompt, sample) for sample in group.samples]
         )
-        async with asyncio.TaskGroup() as asking:
-            tasks = {question: asking.create_task(self._judge(question)) for question in dict.fromkeys(questions)}
-        return [tasks[question].result() for question in questions]
+        different = list(dict.fromkeys(questions))
+        scores = dict(zip(different, await together(map(self._judge, different)), strict=True))
+        return [scores[question] for question in questions]
 
     async def _judge(self, question: str) -> Score:
         score = self._remembered.get(question)

@@ -18,6 +18,7 @@ from penstock.services.rollout.engines.stop_texts import StopTexts
 from penstock.services.rollout.engines.vllm.worker_channel import Reports, TokenRow
 from penstock.shared.bus.messages import FinishReason, Float32Array, Int32Array, PolicyVersion
 from penstock.shared.errors import PermanentError
+from penstock.shared.tasks import together
 
 ROW_S = 60.0
 """Rows arrive within milliseconds; later, the worker is lost."""
@@ -46,9 +47,9 @@ class Requests:
         if request.stop is None or request.sampling.samples == 1:
             return await self._samples(request, version)
         alone = dataclasses.replace(request, sampling=dataclasses.replace(request.sampling, samples=1))
-        async with asyncio.TaskGroup() as group:  # vLLM takes back a whole request, not one of its samples
-            tasks = [group.create_task(self._samples(alone, version)) for _ in range(request.sampling.samples)]
-        return tuple(sample for task in tasks for sample in task.result())
+        # vLLM takes back a whole request, not one of its samples
+        parts = await together(self._samples(alone, version) for _ in range(request.sampling.samples))
+        return tuple(sample for part in parts for sample in part)
 
     async def _samples(self, request: GenerationRequest, version: PolicyVersion) -> tuple[GeneratedSample, ...]:
         if self._native and request.sampling.top_k:

@@ -118,7 +118,7 @@ def rectangles(
     ``masked``: causal rectangles need a mask, too; ``capped``: for capped scores.
     """
     masked = masked or capped or pattern.kind != "causal"
-    blocks = [piece for block in _blocks(segments) for piece in _cut(block, segments, pattern, masked)]
+    blocks = [piece for block in _blocks(segments) for piece in _cut(block, pattern, masked)]
     sees = _Sees(segments, pattern, device, masked=masked)
     laid_out: list[Rectangle] = []
     places_T = np.empty(int(segments.lengths_K.sum()), dtype=np.int64)
@@ -174,7 +174,7 @@ def _blocks(segments: Segments) -> list[Block]:
     ]
 
 
-def _cut(block: Block, segments: Segments, pattern: Pattern, masked: bool) -> list[Block]:
+def _cut(block: Block, pattern: Pattern, masked: bool) -> list[Block]:
     """Split ``block`` to fit a mask, each piece with its reachable keys."""
     earlier = len(block.keys_K) - block.length
     if not (masked or earlier) or block.length * len(block.keys_K) <= SHORT_ROW_TOKENS**2:
