@@ -156,6 +156,13 @@ async def heartbeats(bus: Bus) -> list[Heartbeat]:
     return [beat for beat in beats if beat is not None]
 
 
+async def ages_s(bus: Bus, beats: Sequence[Heartbeat], heartbeat_s: float) -> dict[str, float]:
+    """Return the seconds since each replica's heartbeat by the bus's clock, as those of hosts differ."""
+    lives_ms = await bus.ask_all(*(("PTTL", SERVICE.of(beat.replica)) for beat in beats)) if beats else ()
+    longest_s = MISSED_HEARTBEATS * heartbeat_s
+    return {beat.replica: longest_s - life_ms / 1000 for beat, life_ms in zip(beats, lives_ms, strict=True)}
+
+
 async def some_heartbeats(bus: Bus) -> list[Heartbeat]:
     """Return heartbeats of a few replicas, drawn at random: a fleet's are too many to read for each."""
     names = [name.decode(errors="replace") for name in await bus.ask("SRANDMEMBER", SERVICES, _SOME)]
