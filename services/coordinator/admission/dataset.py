@@ -164,7 +164,7 @@ def load(
                 filtered += 1
                 continue
             if problem.demonstration is None:
-                check_answer(problem, data.answer_field, comparing)
+                check_answer(problem, data, comparing)
             problems.append(problem)
         except BadRow as error:
             bad.append(f"{name}: {error}")
@@ -367,14 +367,16 @@ def _answer(value: object, field: str) -> str | None:
     raise BadRow(f"expected text or a number in {field!r}, found {_shown(value)}")
 
 
-def check_answer(problem: Problem, field: str, comparing: Sequence[AnswerScorer]) -> None:
+def check_answer(problem: Problem, data: DataSettings, comparing: Sequence[AnswerScorer]) -> None:
     """Raise BadRow if an applicable scorer lacks its reference answer."""
     applying = _applying(problem, comparing)
     if applying and not (problem.answer or "").strip():
         columns = ", ".join(sorted(map(repr, problem.extra)))
+        shown = "; rows with a completion are for `penstock sft` (and `penstock plan --sft`)"
         raise BadRow(
-            f"expected a reference answer in {field!r} for scorer {applying[0].name!r}, but it is missing or empty"
+            f"expected a reference answer in {data.answer_field!r} for scorer {applying[0].name!r}, but it is missing or empty"
             f"{f', beside columns {columns}' if columns else ''}: add it, or change data.answer_field"
+            f"{shown if data.completion_field in problem.extra else ''}"
         )
 
 
