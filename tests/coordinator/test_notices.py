@@ -261,6 +261,10 @@ async def test_no_replica_is_silent_while_the_bus_takes_no_heartbeat_nor_just_af
     assert told.text.startswith(
         "the bus has taken no heartbeat of any replica for 3600 s: it answers, but refuses writes"
     )
+    (told,) = silent(
+        [], fleet.replicas.bus_refuses_s(), status(RunState.RUNNING), "no space left on the disk of runs/a"
+    )
+    assert told.text.endswith("for 3600 s: it answers, but refuses writes: no space left on the disk of runs/a")
     fleet.now_s += 600.0  # it does not answer
     assert await fleet.live(4, "coordinator-0", "reward-0") == {}
     assert fleet.replicas.bus_refuses_s() is None
