@@ -218,7 +218,7 @@ class _End:
             self._tell(f"the trainer writes the checkpoint of the last step, {seen.run.step}: the run ends afterwards")
 
     def _is_owed(self, seen: RunSnapshot) -> bool:
-        """Whether a trainer is being started, or is alive and has not reported (``stored``) that none is left to write."""
+        """Whether a trainer is being started, or is alive and has yet to report that it has ended its work (``stored``)."""
         trainers = [child for child in self._supervisor.children if child.plan.service == "trainer"]
         beats = [seen.replicas.get(child.plan.name) for child in trainers if child.state is ChildState.READY]
         starts = any(child.state in (ChildState.STARTING, ChildState.WAITING) for child in trainers)
