@@ -120,14 +120,14 @@ class Run:
             RunFailed: its processes ended.
         """
         if self._look() is None:
-            if not self.folder.parts:
-                raise Unreachable("the run is on another machine: start it there")
+            self._here("start it there")
             if self._process is None or self._process.started:
                 self._process = UpProcess.of_folder(self.folder)
             self._process.start()
             self._wait_for_coordinator()
         seen = self._look()
-        if seen is not None and seen.state == "created" and not self.settings.coordinator.autostart:
+        waits = seen is not None and seen.state == "created"
+        if waits and not (self.folder.parts and self.settings.coordinator.autostart):
             self._coordinator().post("/v1/run/start", {"reason": ""})
         return self
 
@@ -158,8 +158,8 @@ class Run:
 
     @property
     def settings(self) -> Settings:
-        """The run's settings."""
-        return load_run(self.folder)
+        """The run's settings. Raises Unreachable if its folder is not known."""
+        return load_run(self._here("open its folder there"))
 
     def status(self) -> RunView:
         """Return the run's state, counts and newest metrics. Raises Unreachable if it is not running."""
@@ -221,7 +221,7 @@ class Run:
         folder = None if to is None else Path(to)
         if self._look() is not None:
             return Path(export.ask(self._coordinator(), version, folder, adapter=False)["folder"])
-        return Path(export.make(self.folder, version, folder, adapter=False)["folder"])
+        return Path(export.make(self._here("export there"), version, folder, adapter=False)["folder"])
 
     # ---------------------------------------------------------------- policies
 
@@ -237,6 +237,12 @@ class Run:
         return StoredPolicy(self.settings, version)
 
     # ---------------------------------------------------------------- inside
+
+    def _here(self, instead: str) -> Path:
+        """Return the run's folder. Raises Unreachable: it is not known, as after :meth:`connect`."""
+        if not self.folder.parts:
+            raise Unreachable(f"the run's folder is not known by the address of its coordinator: {instead}")
+        return self.folder
 
     def _coordinator(self) -> CoordinatorClient:
         if self._client is None:
@@ -266,6 +272,8 @@ class Run:
 
     def _last(self) -> RunView | None:
         """Return the last state of a run that has ended, by its files."""
+        if not self.folder.parts:
+            return None
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             summary = json.loads((self.folder / "summary.json").read_text(encoding="utf-8"))
             step, steps = summary["steps"], self.settings.run.steps

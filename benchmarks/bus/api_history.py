@@ -72,7 +72,7 @@ def write_rollouts(file: Path, groups: int) -> None:
     completions = [{**completion, "versions": [1]} for _ in range(4)]
     with file.open("w") as lines:
         for number in range(1, groups + 1):
-            line = {"entry": f"{number}-0", "step": number, "group": number, "problem": "a:1"}
+            line = {"entry": f"{number}-0", "step": number, "group": number, "problem": "a:1", "row_id": "a"}
             lines.write(
                 json.dumps(
                     {**line, "prompt": "1+1=", "answer": "2", "replica": "rollout-0", "completions": completions}

@@ -370,6 +370,7 @@ def plan(
     turns: Annotated[
         str, typer.Option("--turns", metavar="N,TOKENS,SECONDS", help="Of an episode (docs/plan.md).")
     ] = "",
+    sft: Annotated[bool, typer.Option("--sft", help="Plan what `penstock sft` starts.")] = False,
     write: Annotated[
         Path | None, typer.Option("--write", metavar="FILE", help="Write the fastest layout as a run's TOML file.")
     ] = None,
@@ -393,9 +394,13 @@ def plan(
     if memory is not None:
         from penstock.services.cli.reports import memory as memories
 
-        memories.show(named(memory), words or gpus or model or calibrate or turns or write, as_json=as_json)
+        memories.show(named(memory), words or gpus or model or calibrate or turns or sft or write, as_json=as_json)
         return
     config, flags = split(words or [])
+    if sft:
+        from penstock.services.cli.supervised import as_supervised
+
+        flags = as_supervised(config, flags)
     made = plans.make(load(config, flags), plans.with_host_memory(gpus or "8xH200"), model, calibrate, turns)
     plans.show(made, as_json=as_json)
     if write is not None:

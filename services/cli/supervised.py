@@ -28,9 +28,7 @@ def prepared(config: Path | None, flags: Sequence[str], epochs: float | None) ->
         raise SettingsError(
             "the settings file is missing: penstock sft my-run.toml; continue one by penstock up --resume"
         )
-    has_pairs = is_given("data.rejected_field", config, flags)
-    rule = "--algorithm.preset=dpo" if has_pairs else "--algorithm.loss=cross_entropy"
-    flags = [*flags, rule, "--algorithm.clip=[0.2, 0.2]"]  # the file's is of its run with rewards
+    flags = as_supervised(config, flags)
     if epochs is not None and not 0 < epochs < math.inf:
         raise SettingsError(
             f"expected more than 0 passes over the data, but not endless ones, found {epochs:g}: change --epochs"
@@ -39,6 +37,13 @@ def prepared(config: Path | None, flags: Sequence[str], epochs: float | None) ->
         each = load(config, flags).algorithm.groups_per_step
         flags = [*flags, f"--run.steps={max(1, math.ceil(epochs * _counted(config, flags) / each))}"]
     return prepare.prepare(config, None, flags)
+
+
+def as_supervised(config: Path | None, flags: Sequence[str]) -> list[str]:
+    """Return ``flags`` with those that make the run one over demonstrations or, if its rows are, preference pairs."""
+    has_pairs = is_given("data.rejected_field", config, flags)
+    rule = "--algorithm.preset=dpo" if has_pairs else "--algorithm.loss=cross_entropy"
+    return [*flags, rule, "--algorithm.clip=[0.2, 0.2]"]  # the file's is of its run with rewards
 
 
 def _counted(config: Path, flags: Sequence[str]) -> int:

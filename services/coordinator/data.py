@@ -7,7 +7,7 @@ from penstock.services.coordinator.admission import dataset
 from penstock.services.coordinator.admission.curriculum import Curriculum
 from penstock.services.coordinator.admission.data_overlap import Training
 from penstock.services.coordinator.admission.demonstrations import Demonstrations
-from penstock.services.coordinator.admission.mixing import MixedOrder
+from penstock.services.coordinator.admission.mixing import EpochOrder, MixedOrder
 from penstock.services.coordinator.run.notices import notice
 from penstock.services.coordinator.schemas.run import NoticeView
 from penstock.shared.errors import SettingsError
@@ -74,10 +74,10 @@ def _doubts(
             yield notice(f"held-out data {held_set.name}", "warning", sentence)
 
 
-def order_of(settings: Settings, train: dataset.Dataset) -> dataset.EpochOrder | MixedOrder | Curriculum:
+def order_of(settings: Settings, train: dataset.Dataset) -> EpochOrder | MixedOrder | Curriculum:
     """Return the order of the training problems. Raises SettingsError."""
     data, seed = settings.data, settings.run.seed
-    order: dataset.EpochOrder | MixedOrder = dataset.EpochOrder(len(train), seed, shuffle=data.shuffle)
+    order: EpochOrder | MixedOrder = EpochOrder(len(train), seed, shuffle=data.shuffle)
     if train.sizes:
         order = MixedOrder(train.sizes, list(data.sources.values()), seed, shuffle=data.shuffle)
     return Curriculum(train, order, seed) if data.curriculum else order

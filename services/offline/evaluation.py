@@ -26,11 +26,18 @@ T = TypeVar("T")
 _TRIES, _AGAIN_S = 5, 1.0
 
 
-def evaluate(settings: Settings, version: int, step: int, most: int | None = None) -> list[Evaluation]:
+def evaluate(
+    settings: Settings,
+    version: int,
+    step: int,
+    most: int | None = None,
+    tell: Callable[[HeldOutSet, dataset.Dataset], None] = lambda *_: None,
+) -> list[Evaluation]:
     """Return the results of each held-out set.
 
     Args:
         most: problems of a set; None: all.
+        tell: called with each set that has been read.
 
     Raises:
         SettingsError: no held-out set, or a model, a scorer or data that cannot be used.
@@ -38,7 +45,7 @@ def evaluate(settings: Settings, version: int, step: int, most: int | None = Non
     """
     if not settings.evaluation.held_out:
         raise SettingsError("there is no held-out set: set evaluation.path, such as --evaluation.path heldout.jsonl")
-    sets = [(held_set, _problems(settings, held_set, most)) for held_set in settings.evaluation.held_out]
+    sets = [(held_set, _problems(settings, held_set, most, tell)) for held_set in settings.evaluation.held_out]
     policy = LocalPolicy(settings, version)
     return asyncio.run(_evaluate(settings, policy, sets, version, step))
 
@@ -139,10 +146,13 @@ async def _patiently(work: Callable[[], Awaitable[T]]) -> T:
     raise AssertionError("unreachable")
 
 
-def _problems(settings: Settings, held_set: HeldOutSet, most: int | None) -> list[dataset.Problem]:
+def _problems(
+    settings: Settings, held_set: HeldOutSet, most: int | None, tell: Callable[[HeldOutSet, dataset.Dataset], None]
+) -> list[dataset.Problem]:
     names = [scorer.name for scorer in settings.reward.scorers]
     comparing = [scorer for scorer in settings.reward.scorers if isinstance(scorer, AnswerScorer)]
     setting = settings.evaluation.setting_of(held_set)
     loaded = dataset.load(held_set.path, settings.data, setting, names, comparing)
+    tell(held_set, loaded)
     chosen = dataset.subset(len(loaded), len(loaded) if most is None else most, settings.run.seed)
     return [loaded.problems[index] for index in chosen]

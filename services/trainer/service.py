@@ -16,13 +16,16 @@ import threading
 
 from penstock.services.trainer.launcher import LAUNCHER
 from penstock.services.trainer.rank0.driver import Driver
+from penstock.services.trainer.rank0.mailbox.commands import TURN_S
 from penstock.services.trainer.rank0.mailbox.queues import Mailbox, NoMailbox
+from penstock.shared.bus.stores.replicas.heartbeats import replacement
 from penstock.shared.placement.turns import trainer_turns
 from penstock.shared.process import log
 from penstock.shared.process.endpoints import Endpoints
 from penstock.shared.process.importing import importing
 from penstock.shared.process.parent import die_with
 from penstock.shared.process.service import Context, own_host, serve
+from penstock.shared.process.telemetry import tell
 from penstock.shared.settings import Settings
 
 
@@ -53,11 +56,13 @@ async def run(settings: Settings, replica: str) -> int:
 
 async def _run_rank_0(settings: Settings, replica: str) -> int:
     async with serve(settings, "trainer", replica) as context:
+        if not await _has_place(context):
+            return settings.internal.stopped_exit_status
         context.status.start.begin("waiting for the device")
         async with trainer_turns(context) as turns:
             while not await turns.acquire(1.0):  # the other ranks wait for this one before they load
                 if context.stop.is_set():
-                    return 0
+                    return settings.internal.stopped_exit_status
             context.status.start.begin("importing torch")
             mailbox = Mailbox()
             driver = Driver(context, mailbox, turns)
@@ -66,6 +71,19 @@ async def _run_rank_0(settings: Settings, replica: str) -> int:
                 if error is not None:
                     raise error
             return 0 if driver.finished else settings.internal.stopped_exit_status
+
+
+async def _has_place(context: Context) -> bool:
+    """Wait while the trainer that took this one's place is alive; return False if this one stops first."""
+    while other := await replacement(context.bus, context.service, context.replica):
+        if not context.status.start.activity.endswith(other):
+            context.status.start.begin(f"waiting for the end of the other trainer, {other}")
+            detail = f"{other} has taken this one's place and is alive: {context.replica} waits until it ends; stop one of them"
+            await tell(context.bus, context.replica, "second trainer", detail)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(context.stop.wait(), TURN_S)
+            return False
+    return True
 
 
 def _train(context: Context, mailbox: Mailbox) -> None:

@@ -1,8 +1,10 @@
 """One run from its first process to its last."""
 
 import asyncio
+import math
 import shlex
 import signal
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -29,6 +31,7 @@ from penstock.shared.settings import SETTINGS_FILE, Settings
 from penstock.shared.tasks import beside
 
 _SHOW_EVERY_S = 0.5
+_WORTH_TELLING_S = 5.0
 
 Planner = Callable[[Prepared, str], Sequence[ProcessPlan]]
 
@@ -110,9 +113,10 @@ async def _go(
             screen.tell(f"Prometheus: {prometheus.url(child)}")
         targets = Targets(run.folder, run.settings.run.id, plans, screen.tell)
         acceptance, page = _Acceptance(run, supervisor, screen), _PageLink(run.folder, token, screen.tell)
+        end = _End(supervisor, run.folder, screen.tell)
         _listen(supervisor, screen)
         async with beside(
-            watch.run(lambda seen: _heed(supervisor, targets, acceptance, page, run.folder, seen)),
+            watch.run(lambda seen: _heed(supervisor, targets, acceptance, page, end, seen)),
             _show(supervisor, watch, screen),
             targets.run(),
             Room(run.folder, screen.tell, free_bytes).run(),
@@ -193,25 +197,42 @@ def _listen(supervisor: Supervisor, screen: Screen) -> None:
         asyncio.get_running_loop().add_signal_handler(number, heard, number)
 
 
+class _End:
+    """Ends the processes once the run has ended and its last checkpoint is written, or was refused."""
+
+    def __init__(self, supervisor: Supervisor, folder: Path, tell: Callable[[str], None]) -> None:
+        self._supervisor, self._folder, self._tell = supervisor, folder, tell
+        self._tell_at_s: float | None = None
+
+    def look(self, seen: RunSnapshot) -> None:
+        if seen.run is None or not seen.run.ended:
+            return
+        if run_folder.has_checkpoint(self._folder, seen.run.step) or not self._is_owed(seen):
+            self._supervisor.end(Ending(0))
+            return
+        self._tell_at_s = self._tell_at_s or time.monotonic() + _WORTH_TELLING_S
+        if time.monotonic() > self._tell_at_s:
+            self._tell_at_s = math.inf
+            self._tell(f"the trainer writes the checkpoint of the last step, {seen.run.step}: the run ends afterwards")
+
+    def _is_owed(self, seen: RunSnapshot) -> bool:
+        """Whether a trainer is being started, or is alive and has yet to report that it has ended its work (``stored``)."""
+        trainers = [child for child in self._supervisor.children if child.plan.service == "trainer"]
+        beats = [seen.replicas.get(child.plan.name) for child in trainers if child.state is ChildState.READY]
+        starts = any(child.state in (ChildState.STARTING, ChildState.WAITING) for child in trainers)
+        return starts or any(beat is not None and "stored" not in beat.values for beat in beats)
+
+
 def _heed(
-    supervisor: Supervisor, targets: Targets, acceptance: _Acceptance, page: _PageLink, folder: Path, seen: RunSnapshot
+    supervisor: Supervisor, targets: Targets, acceptance: _Acceptance, page: _PageLink, end: _End, seen: RunSnapshot
 ) -> None:
     page.tell(seen.url)
     targets.update(seen.replicas.values())
     for replica in seen.replicas.values():
         if replica.ready:
             supervisor.mark_ready(replica.replica, replica.started_at_s)
-    ended = seen.run is not None and seen.run.ended
-    acceptance.look(ended=ended)
-    if seen.run is not None and ended and not _owes_checkpoint(supervisor, folder, seen.run.step):
-        supervisor.end(Ending(0))
-
-
-def _owes_checkpoint(supervisor: Supervisor, folder: Path, step: int) -> bool:
-    """Whether the last checkpoint of an ended run is missing and the trainer is being started, which writes it afterwards."""
-    starting = (ChildState.STARTING, ChildState.WAITING)
-    starts = any(child.plan.service == "trainer" and child.state in starting for child in supervisor.children)
-    return starts and not run_folder.has_checkpoint(folder, step)
+    acceptance.look(ended=seen.run is not None and seen.run.ended)
+    end.look(seen)
 
 
 async def _show(supervisor: Supervisor, watch: Watch, screen: Screen) -> None:

@@ -84,7 +84,8 @@ class BusSettings(Section):
     """URL of the Redis or Valkey server: redis://, rediss://, unix://, redis+sentinel:// or redis+cluster://, or
     `embedded` (a Valkey of its own in the run's folder). Give a URL with a password by PENSTOCK__BUS__URL."""
     drain_s: NonNegativeFloat = Field(default=20.0)
-    """Seconds that a stopped service may take to finish its work; the rest returns to the bus."""
+    """Seconds that a stopped service may take to finish its work; the rest returns to the bus. A checkpoint for which they
+    do not suffice is not begun: a resume replays its steps."""
     shelve_above_bytes: NonNegativeInt = Field(default=0)
     """Size above which a sample or a scored group stays in files of two replicas (`<run folder>/shelf`), of two
     hosts if there are, and the bus carries its digest and addresses; 0: the bus carries all."""

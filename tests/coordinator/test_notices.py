@@ -191,22 +191,22 @@ def test_a_silent_replica_is_reported_until_the_run_ends() -> None:
 
 
 class Fleet:
-    """Replicas with heartbeats every second, on a clock of their own."""
+    """Replicas with heartbeats every minute, on a clock of their own; the bus's own seconds do not matter."""
 
     def __init__(self, bus: Bus) -> None:
         self.bus = bus
         self.now_s = 0.0
-        self.replicas = Replicas(bus, 1.0, lambda: self.now_s)
+        self.replicas = Replicas(bus, 60.0, lambda: self.now_s)
 
-    async def live(self, seconds: int, *beating: str, takes_writes: bool = True) -> dict[str, float]:
-        """Return which replicas are silent after ``seconds``, and for how long."""
-        for _ in range(seconds):
-            self.now_s += 1.0
+    async def live(self, minutes: int, *beating: str, takes_writes: bool = True) -> dict[str, int]:
+        """Return which replicas are silent after ``minutes``, and for how many."""
+        for _ in range(minutes):
+            self.now_s += 60.0
             for name in beating if takes_writes else ():
                 at_s = dataclasses.replace(beat(name), service=name.partition("-")[0], seen_at_s=self.now_s)
                 await beat_once(self.bus, at_s, 60.0)
             await self.replicas.read()
-        return {last.replica: silent_s for last, silent_s in self.replicas.silent()}
+        return {last.replica: round(silent_s / 60.0) for last, silent_s in self.replicas.silent()}
 
     async def expire(self, *names: str) -> None:
         await raw(self.bus).delete(*(self.bus.keys.of(SERVICE.of(name)) for name in names))
@@ -218,7 +218,7 @@ async def test_replicas_that_left_in_order_are_not_silent_and_those_that_ceased_
     await note_left(bus, "reward-1")
     await fleet.expire("reward-2")
     assert await fleet.live(4, "coordinator-0") == {}
-    assert await fleet.live(3, "coordinator-0") == {"reward-2": 7.0}
+    assert await fleet.live(3, "coordinator-0") == {"reward-2": 7}
     assert await fleet.live(1, "coordinator-0", "reward-2") == {}
 
 
@@ -230,9 +230,25 @@ async def test_a_replica_is_silent_until_another_of_its_service_joins_whatever_t
     await beat_once(bus, dataclasses.replace(beat("reward-a"), seen_at_s=host_s), 60.0)
     await fleet.live(2, "coordinator-0", "reward-b")
     await fleet.expire("reward-a")
-    assert await fleet.live(6, "coordinator-0", "reward-b") == {"reward-a": 7.0}
-    assert await fleet.live(1, "coordinator-0", "reward-b", "rollout-0") == {"reward-a": 8.0}
+    assert await fleet.live(6, "coordinator-0", "reward-b") == {"reward-a": 7}
+    assert await fleet.live(1, "coordinator-0", "reward-b", "rollout-0") == {"reward-a": 8}
     assert await fleet.live(1, "coordinator-0", "reward-b", "reward-c") == {}
+
+
+@pytest.mark.parametrize(("lived_s", "silent"), [(120.0, {}), (300.0, {"reward-a": 8})])
+@pytest.mark.parametrize("host_s", [-1e6, 1e6])
+async def test_a_new_coordinator_sees_whether_a_replica_started_after_anothers_last_heartbeat(
+    bus: Bus, host_s: float, lived_s: float, silent: dict[str, int]
+) -> None:
+    fleet = Fleet(bus)
+    await beat_once(bus, dataclasses.replace(beat("reward-a"), seen_at_s=host_s), 60.0)
+    life_ms = await bus.ask("PTTL", SERVICE.of("reward-a"))
+    await bus.write(SERVICE.of("reward-a"), "PEXPIRE", life_ms - 200_000)  # its heartbeat is 200 s old
+    other = dataclasses.replace(beat("reward-b"), started_at_s=host_s, seen_at_s=host_s + lived_s)
+    await beat_once(bus, other, 60.0)
+    await fleet.live(1, "coordinator-0")
+    await fleet.expire("reward-a")
+    assert await fleet.live(5, "coordinator-0", "reward-b") == silent
 
 
 async def test_no_replica_is_silent_while_the_bus_takes_no_heartbeat_nor_just_after(bus: Bus) -> None:
@@ -243,12 +259,16 @@ async def test_no_replica_is_silent_while_the_bus_takes_no_heartbeat_nor_just_af
     assert await fleet.live(60, *names, takes_writes=False) == {}, "it answers, and refuses writes"
     (told,) = silent(fleet.replicas.silent(), fleet.replicas.bus_refuses_s(), status(RunState.RUNNING))
     assert told.text.startswith(
-        "the bus has taken no heartbeat of any replica for 60 s: it answers, but refuses writes"
+        "the bus has taken no heartbeat of any replica for 3600 s: it answers, but refuses writes"
     )
-    fleet.now_s += 60.0  # it does not answer
+    (told,) = silent(
+        [], fleet.replicas.bus_refuses_s(), status(RunState.RUNNING), "no space left on the disk of runs/a"
+    )
+    assert told.text.endswith("for 3600 s: it answers, but refuses writes: no space left on the disk of runs/a")
+    fleet.now_s += 600.0  # it does not answer
     assert await fleet.live(4, "coordinator-0", "reward-0") == {}
     assert fleet.replicas.bus_refuses_s() is None
-    assert await fleet.live(3, "coordinator-0", "reward-0") == {"reward-1": 6.0}
+    assert await fleet.live(3, "coordinator-0", "reward-0") == {"reward-1": 6}
 
 
 async def test_a_heartbeat_is_not_new_because_a_replica_with_a_fast_clock_has_started(bus: Bus) -> None:
@@ -257,7 +277,7 @@ async def test_a_heartbeat_is_not_new_because_a_replica_with_a_fast_clock_has_st
     await beat_once(bus, fast, 60.0)
     await fleet.live(2, "coordinator-0", "reward-0")
     await fleet.live(9, takes_writes=False)
-    assert fleet.replicas.bus_refuses_s() == 9.0
+    assert fleet.replicas.bus_refuses_s() == 540.0
 
 
 async def test_a_silent_replica_stays_in_the_table_until_the_run_ends(bus: Bus, tmp_path: Path) -> None:
@@ -276,6 +296,6 @@ async def test_a_silent_replica_stays_in_the_table_until_the_run_ends(bus: Bus, 
             ("reward-0", "silent", 1, "h"),
         ]
         row = view.row_of(ReplicaView.model_validate(items[1]))
-        assert (row.state, row.pid, row.note) == ("silent", 1, "no heartbeat for 7s")
+        assert (row.state, row.pid, row.note) == ("silent", 1, "no heartbeat for 7m00s")
         await http.post("/v1/run/stop")
         assert [item["replica"] for item in (await http.get("/v1/services")).json()["items"]] == ["coordinator-0"]

@@ -110,6 +110,32 @@ def test_the_wait_for_a_run_that_has_ended_is_over_and_one_for_an_interrupted_ru
         penstock.Run.open(folder).wait()
 
 
+def test_a_run_that_is_known_by_its_address_takes_nothing_from_the_folder_in_which_the_script_runs(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    (folder / "summary.json").write_text(json.dumps({"run_id": "mine", "state": "stopped", "steps": 2}))
+    states = ["finished", "", "running", "running"]
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            if state := states.pop():
+                self.send_response(200)
+                self.end_headers()
+                self.wfile.write(json.dumps({"run_id": "theirs", "state": state, "step": 9, "steps": 9}).encode())
+
+        def log_message(self, *_: object) -> None:
+            """Print nothing."""
+
+    with served(Handler) as url:
+        run = penstock.Run.connect(url)
+        seen = run.wait()
+    assert (seen.run_id, seen.state, seen.step) == ("theirs", "finished", 9)
+    for ask in (lambda: run.settings, run.start, run.export, run.stored_policy):
+        with pytest.raises(penstock.PenstockError, match="the run's folder is not known by the address"):
+            ask()
+
+
 def test_steps_and_answers_are_those_of_the_api(folder: Path) -> None:
     asked: list[Any] = []
     rows = [{"id": f"{n}-0", "step": n, "version": n, **METRICS, "metrics": {"reward_mean": n / 2}} for n in (1, 2, 3)]

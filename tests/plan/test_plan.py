@@ -278,8 +278,9 @@ def test_a_supervised_run_is_written_with_the_ranks_of_its_fastest_layout(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     supervised(tmp_path, SHOWN)
-    (tmp_path / "run.toml").write_text(f'[data]\npath = "{tmp_path}/shown.jsonl"\n')
-    words = ["plan", str(tmp_path / "run.toml"), *SHOWN, "--model", "7b", "--json", "--gpus", "4xH200"]
+    of_rewards = 'algorithm.clip = [0.2, 0.28]\nreward.scorers = [{kind = "format"}]\n'  # which `sft` leaves aside, too
+    (tmp_path / "run.toml").write_text(f'{of_rewards}[data]\npath = "{tmp_path}/shown.jsonl"\n')
+    words = ["plan", str(tmp_path / "run.toml"), "--sft", "--model", "7b", "--json", "--gpus", "4xH200"]
     assert main([*words, "--write", str(tmp_path / "planned.toml")]) == 0
     first = json.loads(capsys.readouterr().out)["layouts"][0]
     assert (first["placement"], first["gpus"], first["replicas"], first["supported"]) == ("alone", 4, 0, True)

@@ -17,7 +17,8 @@ import torch
 
 from penstock.services.coordinator.admission.admission import Admission, terms_of
 from penstock.services.coordinator.admission.bus_full import Shortage
-from penstock.services.coordinator.admission.dataset import Dataset, EpochOrder, Problem
+from penstock.services.coordinator.admission.dataset import Dataset, Problem
+from penstock.services.coordinator.admission.mixing import EpochOrder
 from penstock.services.coordinator.policies.promotion import Promotion
 from penstock.services.reward.scorers.scorer import valued
 from penstock.services.reward.scoring import Scoring

@@ -26,6 +26,7 @@ from penstock.shared.bus.messages import Experience, FinishReason, GroupId, Poli
 from penstock.shared.bus.stores.experience.signals import read_signals
 from penstock.shared.bus.stores.policy.ledger import Ledger
 from penstock.shared.bus.stores.replicas.device_leases import grant_devices, look_at_devices
+from penstock.shared.bus.stores.replicas.heartbeats import heartbeat_of
 from penstock.shared.bus.stores.replicas.live_settings import Live
 from penstock.shared.bus.stores.replicas.run_secret import RunSecret
 from penstock.shared.bus.streams import EXPERIENCE, PUBLISHED, Stream
@@ -84,9 +85,9 @@ class Run:
         )
 
     @contextlib.asynccontextmanager
-    async def trainer(self) -> AsyncIterator[forge.Started]:
+    async def trainer(self, name: str = "trainer-0") -> AsyncIterator[forge.Started]:
         with self.log.open("a") as log:
-            process = forge.start("penstock.services.trainer", ["--config", self.config, "--replica", "trainer-0"], log)
+            process = forge.start("penstock.services.trainer", ["--config", self.config, "--replica", name], log)
         try:
             yield process
         finally:
@@ -493,10 +494,37 @@ async def test_a_gradient_that_is_not_finite_leaves_with_its_batch_and_a_commit_
         assert b"dropped_nonfinite" in b"".join(report[1].values())
         await ledger.take_epoch()  # another trainer starts
         await feed(bus, 2 * GROUPS, GROUPS)
-        assert await asyncio.to_thread(process.wait, PATIENCE_S) == 1
+        assert await asyncio.to_thread(process.wait, PATIENCE_S) == 0
         assert "another trainer has taken over" in run.log.read_text()
         assert (await ledger.status()).step == 1
         assert await bus.length(EXPERIENCE) == GROUPS, "nothing moved"
+
+
+@pytest.mark.slow
+async def test_the_newer_of_two_trainers_takes_the_place_once_and_the_older_one_has_it_back_when_that_ends(
+    tmp_path: Path, server: Server
+) -> None:
+    run = Run(tmp_path, server, "two-trainers")
+    async with bus_of(run) as (bus, ledger), contextlib.AsyncExitStack() as stack:
+        old = await stack.enter_async_context(run.trainer("trainer-old"))
+        await run.reaches(ledger, 0, old)
+        new = await stack.enter_async_context(run.trainer("trainer-new"))
+        assert await asyncio.to_thread(old.wait, PATIENCE_S) == 0
+        old = await stack.enter_async_context(run.trainer("trainer-old"))
+
+        async def waits() -> bool:
+            beat = await heartbeat_of(bus, "trainer-old")
+            return beat is not None and beat.activity == "waiting for the end of the other trainer, trainer-new"
+
+        await until(waits)
+        await feed(bus, 0, GROUPS)
+        await run.reaches(ledger, 1, new)
+        assert await ledger.epochs() == (2, 0)
+        await run.stops(new)
+        await feed(bus, GROUPS, GROUPS)
+        await run.reaches(ledger, 2, old)
+        assert await ledger.epochs() == (3, 0)
+    assert "trainer-new has taken this one's place and is alive: trainer-old waits until it ends" in run.log.read_text()
 
 
 def _overflowing(group_id: int) -> Experience:

@@ -84,6 +84,11 @@ def test_functions_that_can_be_imported_are_accepted(config: Path) -> None:
         (['{"question": "1+1=", "answer": "2"}'], (), "train.jsonl:1: expected a column 'prompt' or 'messages'"),
         (['{"question": "1+1="}'] * 30, ("--data.max_bad_rows=3",), "train.jsonl:5: expected a column 'prompt'"),
         (['{"prompt": "1+1=", "solution": "2"}'], (), "missing or empty, beside columns 'solution': add it"),
+        (
+            ['{"prompt": "1+1=", "completion": "2"}'],
+            (),
+            "rows with a completion are for `penstock sft` (and `penstock plan",
+        ),
         (['{"prompt": "1+1=", "text": "2"}'], ("--algorithm.loss=cross_entropy",), "expected a completion in "),
         (['{"prompt": "1+1=", "answer": "2"}'], ("--data.filter=level < 3",), "in 'level', as data.filter needs it"),
         ([], (), "it has no rows: change data.path"),

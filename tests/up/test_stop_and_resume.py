@@ -6,10 +6,17 @@ import json
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from penstock.services.cli.__main__ import main
+from penstock.services.client.views import ReplicaView, RunView
+from penstock.services.up.display.watch import RunSnapshot
+from penstock.services.up.process import ChildState
+from penstock.services.up.run import _End
+from penstock.services.up.supervisor import Ending, Supervisor
 from penstock.shared.bus.bus import Bus
 from penstock.shared.bus.stores.policy.ledger import Ledger, RunState
 from tests.chaos.run import left_behind, running
@@ -78,6 +85,35 @@ async def test_a_run_that_is_stopped_while_its_trainer_starts_ends_with_its_chec
         assert await asyncio.to_thread(run.process.wait, PATIENCE_S) == 0, run.report()
     assert (run.folder / "checkpoints" / f"step-{step:06d}").is_dir()
     assert json.loads((run.folder / "summary.json").read_text())["missing"] == {}
+
+
+@pytest.mark.parametrize(
+    ("state", "values", "ends"),
+    [
+        (ChildState.READY, {"step": 7.0}, False),
+        (ChildState.READY, {"step": 7.0, "stored": 0.0}, True),
+        (ChildState.READY, None, True),
+        (ChildState.STARTING, None, False),
+        (ChildState.ENDED, None, True),
+    ],
+    ids=["it writes", "it was refused, or is being uploaded", "it is silent", "it starts", "it has ended"],
+)
+def test_a_stopped_run_ends_when_its_last_checkpoint_is_written_however_long_that_takes(
+    tmp_path: Path, state: ChildState, values: dict[str, float | None] | None, ends: bool
+) -> None:
+    told: list[Ending] = []
+    child = SimpleNamespace(plan=SimpleNamespace(service="trainer", name="trainer-0"), state=state)
+    supervisor = cast(Supervisor, SimpleNamespace(children=[child], end=told.append))
+    beats = (
+        {} if values is None else {"trainer-0": ReplicaView.model_validate({"replica": "trainer-0", "values": values})}
+    )
+    run = RunView.model_validate({"state": "stopped", "closed": True, "step": 7, "steps": 9})
+    end = _End(supervisor, tmp_path, print)
+    end.look(RunSnapshot(run, beats))
+    assert told == [Ending(0)] * ends
+    (tmp_path / "checkpoints" / "step-000007").mkdir(parents=True)
+    end.look(RunSnapshot(run, beats))
+    assert told[-1] == Ending(0)
 
 
 async def _is_closed(bus: Bus) -> bool:

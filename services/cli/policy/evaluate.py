@@ -2,27 +2,32 @@
 
 import contextlib
 import dataclasses
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
 from penstock.services.cli import export
 from penstock.services.cli.reports.audit_rewards import fresh_executor
+from penstock.services.cli.reports.data_check import held_out_rows
+from penstock.services.coordinator.admission.dataset import Dataset
 from penstock.services.coordinator.evaluation.results import sentence
 from penstock.services.offline.stored import Stored, stored_version
 from penstock.services.up.display import console
 from penstock.shared.errors import SettingsError
 from penstock.shared.settings import SETTINGS_FILE, load, load_run
+from penstock.shared.settings.evaluation import HeldOutSet
 
 
 def run(source: Path, flags: Sequence[str], version: str, problems: int | None, *, as_json: bool) -> None:
     """Evaluate and print. Raises PenstockError."""
     from penstock.services.offline.evaluation import evaluate
 
+    logging.getLogger("penstock.services.coordinator").addHandler(logging.NullHandler())  # bad rows are named below
     number = export.number(version)
     with contextlib.ExitStack() as opened:
         stored = _stored(source, flags, number, opened)
         settings = opened.enter_context(fresh_executor(stored.settings))
-        results = evaluate(settings, stored.version, stored.step, problems)
+        results = evaluate(settings, stored.version, stored.step, problems, _name_bad_rows)
     if as_json:
         console.say_json([dataclasses.asdict(result) for result in results])
         return
@@ -31,6 +36,11 @@ def run(source: Path, flags: Sequence[str], version: str, problems: int | None, 
         console.say(
             f"{sentence(result)} · {result.answered} of {result.problems} problems, {turns}{result.seconds:.1f} s"
         )
+
+
+def _name_bad_rows(held_set: HeldOutSet, problems: Dataset) -> None:
+    if problems.bad_rows:
+        console.warn(held_out_rows(held_set, problems))
 
 
 def _stored(source: Path, flags: Sequence[str], version: int | None, opened: contextlib.ExitStack) -> Stored:

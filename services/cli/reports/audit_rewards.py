@@ -51,7 +51,12 @@ def read_groups(settings: Settings, url: str, token_file: Path | None) -> list[A
             "recorded"
         )
     columns = _columns(settings)
-    return [_group(row, columns) for row in rows]
+    try:
+        return [_group(row, columns) for row in rows]
+    except KeyError as error:
+        raise SettingsError(
+            f"the groups recorded in {settings.run_folder} are of another version: no {error}"
+        ) from error
 
 
 def _columns(settings: Settings) -> dict[str, dict[str, dict[str, Json]]]:

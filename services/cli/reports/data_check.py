@@ -31,6 +31,7 @@ from penstock.shared.model.tokenizer import (
     open_tokenizer,
 )
 from penstock.shared.settings import Settings
+from penstock.shared.settings.evaluation import HeldOutSet
 from penstock.shared.text.terminal import escaped_line
 
 _MOST_MEASURED = 5_000
@@ -57,9 +58,7 @@ def check(settings: Settings, shown: int) -> bool:
     check_stop_texts(tokenizer, settings.sampling, settings.reward.markers)
     _say_counts(settings, data.train)
     for held_set, problems in data.held_out:
-        console.say(
-            f"held out {held_set.name}: {held_set.path}: {len(problems)} problems, {problems.bad_rows} bad rows"
-        )
+        console.say(held_out_rows(held_set, problems))
     order = order_of(settings, data.train)
     for place in range(min(shown, len(data.train))):
         _say_prompt(place, data.train.problems[order.index(place)], settings, codec, tokenizer)
@@ -136,9 +135,17 @@ def _say_counts(settings: Settings, train: Dataset) -> None:
         kind = "problems" if shown is None else "demonstrations" if shown.rejected is None else "preference pairs"
         console.say(f"training: {source}: {size} {kind}{share}")
     filtered = f", {train.filtered} rows left out by data.filter" if settings.data.filter else ""
-    console.say(f"training: {len(train)} problems, {train.bad_rows} bad rows{filtered}")
-    for sentence in train.bad:
-        console.say(f"  bad row {escaped_line(sentence)}")
+    console.say("\n".join([f"training: {len(train)} problems, {train.bad_rows} bad rows{filtered}", *_bad(train)]))
+
+
+def held_out_rows(held_set: HeldOutSet, problems: Dataset) -> str:
+    """Return the counts of a held-out set's rows, and why each bad one is bad."""
+    counts = f"{len(problems)} problems, {problems.bad_rows} bad rows"
+    return "\n".join([f"held out {held_set.name}: {held_set.path}: {counts}", *_bad(problems)])
+
+
+def _bad(problems: Dataset) -> list[str]:
+    return [f"  bad row {escaped_line(sentence)}" for sentence in problems.bad]
 
 
 def _say_prompt(place: int, problem: Problem, settings: Settings, codec: TokenizerCodec, tokenizer: Tokenizer) -> None:

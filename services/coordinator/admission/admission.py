@@ -20,9 +20,9 @@ from prometheus_client import Counter
 
 from penstock.services.coordinator.admission.bus_full import Shortage
 from penstock.services.coordinator.admission.curriculum import Curriculum
-from penstock.services.coordinator.admission.dataset import Dataset, EpochOrder
+from penstock.services.coordinator.admission.dataset import Dataset
 from penstock.services.coordinator.admission.demonstrations import experience
-from penstock.services.coordinator.admission.mixing import MixedOrder
+from penstock.services.coordinator.admission.mixing import EpochOrder, MixedOrder
 from penstock.shared.bus.bus import Bus
 from penstock.shared.bus.messages import Experience, PolicyVersion, Prompt, Sampling
 from penstock.shared.bus.stores.experience.signals import read_current

@@ -18,8 +18,8 @@ from collections.abc import Mapping
 import numpy as np
 import numpy.typing as npt
 
-from penstock.services.coordinator.admission.dataset import Dataset, EpochOrder
-from penstock.services.coordinator.admission.mixing import MixedOrder
+from penstock.services.coordinator.admission.dataset import Dataset
+from penstock.services.coordinator.admission.mixing import EpochOrder, MixedOrder
 from penstock.shared.bus.stores.experience.signals import UNSEEN
 from penstock.shared.errors import SettingsError
 

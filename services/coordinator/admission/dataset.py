@@ -9,7 +9,6 @@ Bad rows are logged and counted, up to ``data.max_bad_rows``. The order is a pur
 """
 
 import dataclasses
-import functools
 import hashlib
 import json
 import logging
@@ -18,7 +17,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
 from penstock.services.coordinator.admission import dataset_files, references
 from penstock.services.coordinator.admission.dataset_files import BadRow, DatasetRow, RowFilter
@@ -96,29 +94,6 @@ class Dataset:
         return int(np.searchsorted(np.cumsum(self.sizes), index, side="right")) if self.sizes else 0
 
 
-class EpochOrder:
-    """Endless order of problems, epoch after epoch.
-
-    ``index(cursor) = permutation(seed, cursor // problems)[cursor % problems]``; without ``shuffle`` the file's order.
-
-    >>> [EpochOrder(3, seed=0, shuffle=False).index(cursor) for cursor in range(5)]
-    [0, 1, 2, 0, 1]
-    """
-
-    def __init__(self, problems: int, seed: int, *, shuffle: bool) -> None:
-        self._problems = problems
-        self._seed = seed
-        self._shuffle = shuffle
-        self._permutation = functools.lru_cache(maxsize=2)(self._permute)
-
-    def index(self, cursor: int) -> int:
-        epoch, place = divmod(cursor, self._problems)
-        return int(self._permutation(epoch)[place]) if self._shuffle else place
-
-    def _permute(self, epoch: int) -> npt.NDArray[np.int64]:
-        return np.random.Generator(np.random.PCG64([self._seed, epoch])).permutation(self._problems)
-
-
 def subset(problems: int, count: int, seed: int) -> list[int]:
     """Up to ``count`` indices, ascending."""
     if count >= problems:
@@ -164,7 +139,7 @@ def load(
                 filtered += 1
                 continue
             if problem.demonstration is None:
-                check_answer(problem, data.answer_field, comparing)
+                check_answer(problem, data, comparing)
             problems.append(problem)
         except BadRow as error:
             bad.append(f"{name}: {error}")
@@ -367,14 +342,15 @@ def _answer(value: object, field: str) -> str | None:
     raise BadRow(f"expected text or a number in {field!r}, found {_shown(value)}")
 
 
-def check_answer(problem: Problem, field: str, comparing: Sequence[AnswerScorer]) -> None:
+def check_answer(problem: Problem, data: DataSettings, comparing: Sequence[AnswerScorer]) -> None:
     """Raise BadRow if an applicable scorer lacks its reference answer."""
     applying = _applying(problem, comparing)
     if applying and not (problem.answer or "").strip():
-        columns = ", ".join(sorted(map(repr, problem.extra)))
+        columns = f", beside columns {', '.join(sorted(map(repr, problem.extra)))}" if problem.extra else ""
+        shown = "; rows with a completion are for `penstock sft`" if data.completion_field in problem.extra else ""
         raise BadRow(
-            f"expected a reference answer in {field!r} for scorer {applying[0].name!r}, but it is missing or empty"
-            f"{f', beside columns {columns}' if columns else ''}: add it, or change data.answer_field"
+            f"expected a reference answer in {data.answer_field!r} for scorer {applying[0].name!r}, but it is missing or empty"
+            f"{columns}: add it, or change data.answer_field{shown}"
         )
 
 

@@ -71,7 +71,7 @@ def _asks_by_messages(
                 asked = columns.split(row)[0] if shown else row
                 problem = read_problem(name, asked, data, names, teachers=() if shown else teachers)
                 if filtered.keeps(row, problem.characters) and not shown:
-                    check_answer(problem, data.answer_field, comparing)
+                    check_answer(problem, data, comparing)
                 return problem.messages is not None
             except BadRow as error:
                 bad.append(f"{name}: {error}")

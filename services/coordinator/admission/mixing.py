@@ -1,4 +1,4 @@
-"""Order of problems from several datasets, by weight.
+"""Order of problems: of a dataset, and of several by weight.
 
 ::
 
@@ -11,11 +11,33 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from penstock.services.coordinator.admission.dataset import EpochOrder
 from penstock.shared.errors import SettingsError
 
 BLOCK = 1000
 """Cursors in which every dataset has its share."""
+
+
+class EpochOrder:
+    """Endless order of problems, epoch after epoch.
+
+    ``index(cursor) = permutation(seed, cursor // problems)[cursor % problems]``; without ``shuffle`` the file's order.
+
+    >>> [EpochOrder(3, seed=0, shuffle=False).index(cursor) for cursor in range(5)]
+    [0, 1, 2, 0, 1]
+    """
+
+    def __init__(self, problems: int, seed: int, *, shuffle: bool) -> None:
+        self._problems = problems
+        self._seed = seed
+        self._shuffle = shuffle
+        self._permutation = functools.lru_cache(maxsize=2)(self._permute)
+
+    def index(self, cursor: int) -> int:
+        epoch, place = divmod(cursor, self._problems)
+        return int(self._permutation(epoch)[place]) if self._shuffle else place
+
+    def _permute(self, epoch: int) -> npt.NDArray[np.int64]:
+        return np.random.Generator(np.random.PCG64([self._seed, epoch])).permutation(self._problems)
 
 
 def shares(weights: Sequence[float]) -> list[int]:

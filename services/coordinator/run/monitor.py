@@ -40,6 +40,7 @@ from penstock.shared.bus.stores.run.functions import Change, changes
 from penstock.shared.bus.stores.run.overview import overview
 from penstock.shared.bus.stores.run.records import newer
 from penstock.shared.errors import MessageError
+from penstock.shared.files.durable import no_space
 from penstock.shared.process.telemetry import Status
 
 STREAM_ENTRIES = Gauge("penstock_coordinator_stream_entries", "Entries in a stream of the run.", ["stream"])
@@ -196,7 +197,7 @@ class Monitor:
         status, settings, views = look.status, self._live.settings, self._evaluation_views
         keys = {(evaluation.version, evaluation.set): evaluation for evaluation in look.evaluations}
         views = self._evaluation_views = {key: views.get(key) or evaluation_view(keys[key]) for key in keys}
-        steps = settings.run.steps
+        steps, replicas = settings.run.steps, self.replicas
         newest = self._history[-1] if self._history else None
         metrics = {} if newest is None else numbers(newest.metrics)
         return RunView(
@@ -213,7 +214,7 @@ class Monitor:
                 look.evaluations,
                 self.beats(),
                 [
-                    *silent(self.replicas.silent(), self.replicas.bus_refuses_s(), status),
+                    *silent(replicas.silent(), replicas.bus_refuses_s(), status, no_space(settings.run_folder)),
                     *changed_code(look.changes),
                     *dead_letters(look.dead, self._dead_reason, status),
                     *too_long(self._history, look.counts.get("dropped:too_long", 0)),

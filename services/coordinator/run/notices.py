@@ -33,11 +33,14 @@ def compose(
 
 
 def silent(
-    replicas: Sequence[tuple[Heartbeat, float]], bus_refuses_s: float | None, status: RunStatus
+    replicas: Sequence[tuple[Heartbeat, float]], bus_refuses_s: float | None, status: RunStatus, full: str = ""
 ) -> list[NoticeView]:
-    """Return a notice of each replica whose heartbeats have ceased, by its last one and the seconds since, or of the bus."""
+    """Return a notice of each replica whose heartbeats have ceased, by its last one and the seconds since, or of the bus.
+
+    ``full``: that the run's disk is full, to which an embedded bus writes.
+    """
     if bus_refuses_s is not None:
-        why = "it answers, but refuses writes: see its log"
+        why = f"it answers, but refuses writes: {full or 'see its log'}"
         return [
             notice("bus", "error", f"the bus has taken no heartbeat of any replica for {bus_refuses_s:.0f} s: {why}")
         ]

@@ -1,10 +1,10 @@
 """Heartbeats of the run's replicas, and which replicas are silent; a coordinator forgets these when it restarts."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from penstock.shared.bus.bus import Bus
-from penstock.shared.bus.stores.replicas.heartbeats import MISSED_HEARTBEATS, Heartbeat, heartbeats, left
+from penstock.shared.bus.stores.replicas.heartbeats import MISSED_HEARTBEATS, Heartbeat, ages_s, heartbeats, left
 
 LOOK_S = 1.0
 
@@ -16,13 +16,14 @@ class Replicas:
         self.beats: Sequence[Heartbeat] = ()
         self._bus = bus
         self._now_s = now_s
+        self._heartbeat_s = heartbeat_s
         self._longest_s = 2 * heartbeat_s + LOOK_S
         """Between two looks, or two that see new heartbeats; if it is longer, the bus did not answer, or took none."""
         self._silent_s = MISSED_HEARTBEATS * heartbeat_s
         self._newest: dict[str, tuple[Heartbeat, float]] = {}
         """Each replica's newest heartbeat, with when it was first seen, on the clock ``_counted_s``."""
         self._joined_s: dict[str, float] = {}
-        """When each replica's first heartbeat was seen, on that clock: those of their hosts may differ."""
+        """When each replica joined, on that clock, as those of hosts differ: when its first heartbeat was seen, or earlier."""
         self._counted_s = 0.0
         """Time in which the bus took heartbeats, if only the coordinator's own."""
         self._refused_s = 0.0
@@ -37,13 +38,20 @@ class Replicas:
         if new:
             self._counted_s += self._refused_s if self._refused_s <= self._longest_s else 0.0
             self._refused_s = 0.0
-        self._joined_s |= {beat.replica: self._counted_s for beat in new if beat.replica not in self._newest}
-        self._newest |= {beat.replica: (beat, self._counted_s) for beat in new}
+        self._note(new, {} if self._newest else await ages_s(self._bus, new, self._heartbeat_s))
         silent = self._newest.keys() - {beat.replica for beat in beats}
         gone = await left(self._bus, sorted(silent))
         gone |= {name for name in silent if self._is_replaced(*self._newest[name])}
         self._newest = {name: seen for name, seen in self._newest.items() if name not in gone}
         return beats
+
+    def _note(self, new: Sequence[Heartbeat], ages_s: Mapping[str, float]) -> None:
+        """Note heartbeats; ``ages_s``: of a first look, before which their replicas may have joined, or ceased."""
+        for beat in new:
+            at_s = self._counted_s - ages_s.get(beat.replica, 0.0)
+            lived_s = beat.seen_at_s - beat.started_at_s if ages_s else 0.0
+            self._joined_s.setdefault(beat.replica, at_s - lived_s)
+            self._newest[beat.replica] = beat, at_s
 
     def bus_refuses_s(self) -> float | None:
         """Return the time since the bus took a heartbeat, of which a coordinator's is always one; None if it takes them."""

@@ -49,7 +49,10 @@ class Branch:
         """Whether a rollback, or the bus's loss of its data, ended our epoch. Raises TakenOver: another trainer did."""
         epoch, rollback_epoch = await self._ledger.epochs()
         if epoch > self._epoch and epoch != rollback_epoch:
-            raise TakenOver(f"expected the bus at epoch {self._epoch}, found {epoch}: another trainer has taken over")
+            raise TakenOver(
+                f"another trainer has taken over (epoch {epoch}, this one's was {self._epoch}): this one ends, and if started "
+                "again waits for the end of the other"
+            )
         return epoch != self._epoch and epoch == rollback_epoch
 
     def is_ours(self, status: RunStatus, step: int) -> bool:

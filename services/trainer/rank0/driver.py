@@ -49,6 +49,7 @@ from penstock.shared.bus.messages import PolicyRecord, StepReport
 from penstock.shared.bus.stores.experience.signals import SignalChange
 from penstock.shared.bus.stores.policy import held_out
 from penstock.shared.bus.stores.policy.ledger import ENDED, POLICY, Ledger, RunState
+from penstock.shared.bus.stores.replicas.heartbeats import note_replaced
 from penstock.shared.bus.streams import JOURNAL
 from penstock.shared.errors import Fenced, WeightsError
 from penstock.shared.placement.turns import TrainerTurns
@@ -123,11 +124,12 @@ class Driver:
                 else:
                     await self._or_stop(asyncio.wait([finding], timeout=TURN_S))
                     await self._ask(Command(CommandKind.WAIT), Result)
-        except TakenOver:
-            if not self._context.stop.is_set():
-                raise
-            log.info("another trainer has taken over while this one stops")
+        except TakenOver as error:
             self._checkpoints.is_new = False  # the step is the other's to make
+            await note_replaced(self._bus, self._context.replica)
+            await tell(self._bus, self._context.replica, "place taken", str(error))
+            if not self._context.stop.is_set():
+                os.kill(os.getpid(), signal.SIGTERM)
         self._context.status.state = "stopping"
         await self._checkpoint_at_stop()
         self.finished = await self._ledger.state() in ENDED

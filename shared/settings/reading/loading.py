@@ -50,7 +50,7 @@ def loads(toml: str, name: str, flags: Sequence[str] = (), environment: Mapping[
     return _validated(_values(toml, name, flags, environment or {}), name, sources(flags, environment))
 
 
-def is_given(key: str, path: Path, flags: Sequence[str] = ()) -> bool:
+def is_given(key: str, path: Path | None, flags: Sequence[str] = ()) -> bool:
     """Return whether the file, the environment or a flag sets ``key`` to another value than false, 0 or an empty one."""
     value: object = given_tables(path, flags)
     for part in key.split("."):

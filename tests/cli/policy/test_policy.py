@@ -52,12 +52,17 @@ def test_a_stored_version_is_asked_and_evaluated_by_the_sampling_of_the_run(
     (completion,) = policy.generate("12+34=", temperature=0.0)
     assert (completion.text, completion.finish_reason) == ("4", "stop")
     path = run / "one.jsonl"
-    path.write_text('{"prompt": "12+34=", "answer": "46"}\n')
+    path.write_text('{"prompt": "12+34=", "answer": "46"}\n{"question": "1+1="}\n')
     words = ["eval", str(run), "--version", "0", "--evaluation.path", str(path), "--json"]
     correct = []
     for flags in ([], ['--sampling.stop=["4"]']):
         assert main([*words, *flags]) == 0
-        correct.append(json.loads(capsys.readouterr().out)[0]["correct"])
+        printed = capsys.readouterr()
+        correct.append(json.loads(printed.out)[0]["correct"])
+        assert printed.err.splitlines() == [
+            f"held out heldout: {path}: 1 problems, 1 bad rows",
+            "  bad row one.jsonl:2: expected a column 'prompt' or 'messages' that is not null, found 'question'",
+        ]
     assert correct == [1, 0]
 
 

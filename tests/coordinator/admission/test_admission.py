@@ -9,7 +9,8 @@ import pytest
 
 from penstock.services.coordinator.admission.admission import Admission, Terms, terms_of
 from penstock.services.coordinator.admission.bus_full import Shortage
-from penstock.services.coordinator.admission.dataset import Dataset, EpochOrder, Problem
+from penstock.services.coordinator.admission.dataset import Dataset, Problem
+from penstock.services.coordinator.admission.mixing import EpochOrder
 from penstock.services.coordinator.policies.promotion import CONSUMER, Promotion
 from penstock.shared.bus import streams
 from penstock.shared.bus.bus import Bus

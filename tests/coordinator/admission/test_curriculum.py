@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from penstock.services.coordinator.admission.admission import Admission, Terms
 from penstock.services.coordinator.admission.bus_full import Shortage
 from penstock.services.coordinator.admission.curriculum import Curriculum, chances
-from penstock.services.coordinator.admission.dataset import Dataset, EpochOrder, Problem
-from penstock.services.coordinator.admission.mixing import MixedOrder
+from penstock.services.coordinator.admission.dataset import Dataset, Problem
+from penstock.services.coordinator.admission.mixing import EpochOrder, MixedOrder
 from penstock.shared.bus.bus import Bus
 from penstock.shared.bus.messages import Sampling
 from penstock.shared.bus.stores.experience.signals import SignalChange

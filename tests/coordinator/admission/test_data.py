@@ -13,7 +13,8 @@ import pytest
 
 from penstock.services.coordinator.admission import dataset, dataset_files, first_rows, hub, references
 from penstock.services.coordinator.admission.data_overlap import Overlap, Training
-from penstock.services.coordinator.admission.dataset import EpochOrder, subset
+from penstock.services.coordinator.admission.dataset import subset
+from penstock.services.coordinator.admission.mixing import EpochOrder
 from penstock.services.coordinator.data import load_data
 from penstock.shared.bus.messages import ChatMessage
 from penstock.shared.errors import SettingsError

@@ -73,8 +73,8 @@ def rollout(step: int, prompt: str, answer: str, texts: Sequence[str]) -> dict[s
         }
         for text in texts
     ]
-    about = {"entry": f"{step}-0", "step": step, "group": step, "problem": "train.jsonl:1", "replica": "rollout-0"}
-    return {**about, "prompt": prompt, "answer": answer, "completions": completions}
+    about = {"entry": f"{step}-0", "step": step, "group": step, "problem": "train.jsonl:1", "row_id": "a"}
+    return {**about, "replica": "rollout-0", "prompt": prompt, "answer": answer, "completions": completions}
 
 
 def whole_run(folder: Path, steps: int = STEPS) -> Path:

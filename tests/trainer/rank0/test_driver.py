@@ -4,8 +4,9 @@ import asyncio
 import contextlib
 import dataclasses
 import errno
+import signal
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +23,7 @@ from penstock.services.trainer.checkpoint.commits import read_commits
 from penstock.services.trainer.checkpoint.manifests import CheckpointState
 from penstock.services.trainer.model.policy import Policy
 from penstock.services.trainer.model.saving.writer import Writer, Written
-from penstock.services.trainer.rank0.branch import Branch, TakenOver
+from penstock.services.trainer.rank0.branch import Branch
 from penstock.services.trainer.rank0.driver import Driver
 from penstock.services.trainer.rank0.intake import Taken
 from penstock.services.trainer.rank0.mailbox.commands import Command, CommandKind
@@ -632,8 +633,19 @@ async def test_without_a_checkpoint_a_trainer_whose_bus_was_emptied_ends_and_its
         assert (record.version, record.step) == (2, 0)
 
 
+@contextlib.contextmanager
+def stopped_by_a_signal(driven: Driven) -> Iterator[None]:
+    """As ``serve`` does it."""
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, driven.stop.set)
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGTERM)
+
+
 @pytest.mark.parametrize("stops", [True, False])
-async def test_a_trainer_whose_place_is_taken_in_its_step_ends_well_only_if_it_was_told_to_stop(
+async def test_a_trainer_whose_place_is_taken_in_its_step_ends_in_order(
     bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stops: bool
 ) -> None:
     """As when an upgrade creates the new workload before it removes the old one."""
@@ -648,20 +660,22 @@ async def test_a_trainer_whose_place_is_taken_in_its_step_ends_well_only_if_it_w
 
     monkeypatch.setattr(Branch, "commit", overtaken)
     async with after_a_step(bus, tmp_path) as (driven, both):
-        await driven.feed(batch(1))
-        of_driver, of_training = await both
-    assert [type(of_driver), type(of_training)] == ([type(None)] * 2 if stops else [TakenOver] * 2)
+        with stopped_by_a_signal(driven):
+            await driven.feed(batch(1))
+            assert await both == [None, None]
     assert not driven.driver.finished
+    assert "place taken" in await driven.events()
     assert local_store.find(driven.root) == [], "the other trainer makes the step, and its checkpoint"
     assert await driven.step() == 1
     assert await bus.length(EXPERIENCE) == GROUPS
 
 
-async def test_an_idle_trainer_whose_place_is_taken_ends(bus: Bus, tmp_path: Path) -> None:
+async def test_an_idle_trainer_whose_place_is_taken_ends_in_order(bus: Bus, tmp_path: Path) -> None:
     async with after_a_step(bus, tmp_path) as (driven, both):
-        await driven.feed(batch(1)[:1])
-        await Branch(bus).take_epoch()
-        assert [type(error) for error in await both] == [TakenOver] * 2
+        with stopped_by_a_signal(driven):
+            await driven.feed(batch(1)[:1])
+            await Branch(bus).take_epoch()
+            assert await both == [None, None]
     assert await driven.step() == 1
 
 
@@ -723,9 +737,14 @@ async def test_no_checkpoint_is_written_with_what_an_emptied_bus_says(
     assert [checkpoint.state.counts["trained"] for checkpoint in local_store.find(driven.root)] == [GROUPS, 2 * GROUPS]
 
 
-async def test_a_driver_that_fails_ends_the_training_with_its_error(bus: Bus, tmp_path: Path) -> None:
+async def test_a_driver_that_fails_ends_the_training_with_its_error(
+    bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refused(*_: Any) -> bool:
+        raise Fenced("it has older data")
+
     async with after_a_step(bus, tmp_path) as (driven, both):
-        await driven.ledger.take_epoch()  # another trainer starts
+        monkeypatch.setattr(Branch, "commit", refused)
         await driven.feed(batch(1))
         of_driver, of_training = await both
     assert isinstance(of_driver, Fenced)

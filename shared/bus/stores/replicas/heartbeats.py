@@ -27,6 +27,7 @@ LEFT = key(
     "until the next start",
     "exists if the replica's last process left in order, or was to stop",
 )
+REPLACED = key("replaced", "set", "the run's", "replicas that ended because others took their places")
 
 MISSED_HEARTBEATS = 5
 _SOME = 32
@@ -134,6 +135,22 @@ async def left(bus: Bus, replicas: Sequence[str]) -> frozenset[str]:
     return frozenset(replica for replica, mark in zip(replicas, marks, strict=True) if mark is not None)
 
 
+async def note_replaced(bus: Bus, replica: str) -> None:
+    """Note that the replica ends because another one took its place."""
+    await bus.write(REPLACED, "SADD", replica)
+
+
+async def replacement(bus: Bus, service: str, replica: str) -> str:
+    """Return the live replica that has taken the place of ``replica``; empty: none has, or it is gone."""
+    replaced = {name.decode(errors="replace") for name in await bus.smembers(REPLACED)}
+    if replica not in replaced:
+        return ""
+    others = [beat.replica for beat in await heartbeats(bus) if beat.service == service]
+    if not (live := sorted({*others} - replaced)):
+        await bus.write(REPLACED, "SREM", replica)
+    return "".join(live[:1])
+
+
 async def count_start(bus: Bus, replica: str, process: str) -> tuple[int, bool]:
     """Return a replica's number of starts, and whether the previous process died.
 
@@ -154,6 +171,13 @@ async def heartbeats(bus: Bus) -> list[Heartbeat]:
     texts = await bus.ask("MGET", *map(SERVICE.of, names))
     beats = [_heartbeat(text) for text in texts if text is not None]
     return [beat for beat in beats if beat is not None]
+
+
+async def ages_s(bus: Bus, beats: Sequence[Heartbeat], heartbeat_s: float) -> dict[str, float]:
+    """Return the seconds since each replica's heartbeat by the bus's clock, as those of hosts differ."""
+    lives_ms = await bus.ask_all(*(("PTTL", SERVICE.of(beat.replica)) for beat in beats)) if beats else ()
+    longest_s = MISSED_HEARTBEATS * heartbeat_s
+    return {beat.replica: longest_s - life_ms / 1000 for beat, life_ms in zip(beats, lives_ms, strict=True)}
 
 
 async def some_heartbeats(bus: Bus) -> list[Heartbeat]:
