@@ -20,10 +20,9 @@ from penstock.services.up.display import console
 from penstock.services.up.requirements import functions_checked
 from penstock.shared.bus.messages import Int32Array, Sampling
 from penstock.shared.errors import PermanentError
-from penstock.shared.model.context import check_context, own_context, read_config
+from penstock.shared.model.context import check_context
 from penstock.shared.model.model_source import check_tokenizer
 from penstock.shared.model.tokenizer import (
-    UNLIMITED,
     Limits,
     Tokenizer,
     TokenizerCodec,
@@ -77,8 +76,8 @@ def _opened(settings: Settings) -> tuple[Data, Tokenizer, TokenizerCodec]:
     check_tokenizer(*settings.policy.tokenizer_source, for_messages=False)  # before the data, which may take minutes
     data = load_data(settings)
     tokenizer = open_tokenizer(settings.policy)
-    context = settings.rollout.max_model_len or own_context(read_config(settings.policy.model)) or UNLIMITED
-    return data, tokenizer, TokenizerCodec(tokenizer, Limits(context), settings.data.chat_template, settings.reward)
+    limits = Limits.of(settings)
+    return data, tokenizer, TokenizerCodec(tokenizer, limits, settings.data.chat_template, settings.reward)
 
 
 def prompt_lengths(settings: Settings) -> PromptLengths:
