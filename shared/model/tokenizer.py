@@ -296,6 +296,10 @@ class TokenizerCodec:
         """Return ``text`` without white space, special tokens, and what chat templates read from messages."""
         return "".join(self._special.sub("", _FLAG.sub("", text)).split())
 
+    def is_unframed(self, text: str) -> bool:
+        """Whether a text is not rendered, and the tokenizer has a chat template that would."""
+        return self._tokenizer.chat_template is not None and self._special.search(text) is None
+
     def tokens(self, text: str) -> list[int]:
         """Return the tokens of a rendered conversation."""
         token_ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -37,6 +37,10 @@ _MOST_MEASURED = 5_000
 _BINS = 8
 _BAR = 40
 _LONGEST_PROMPT = 2_000
+_UNFRAMED = (
+    "note: prompts are texts, to which the model's chat template is not applied: to ask as in a chat, give messages in "
+    "data.prompt_field, or set data.system"
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -62,6 +66,9 @@ def check(settings: Settings, shown: int) -> bool:
     order = order_of(settings, data.train)
     for place in range(min(shown, len(data.train))):
         _say_prompt(place, data.train.problems[order.index(place)], settings, codec, tokenizer)
+    asked = data.train.problems[order.index(0)].text
+    if asked is not None and codec.is_unframed(asked):
+        console.say(f"\n{_UNFRAMED}")
     lengths = measure(data.train.problems, settings, codec)
     _say_lengths(lengths, len(data.train))
     for notice in data.notices:
