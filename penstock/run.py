@@ -144,7 +144,7 @@ class Run:
             RunFailed: the run's processes ended.
             Unreachable: it neither runs nor has ended.
         """
-        seen = self._look() or self._last() or self.status()
+        seen = self.status()
         while not seen.ended:
             time.sleep(_POLL_S)
             if (newer := self._look() or self._last()) is None:
@@ -162,8 +162,12 @@ class Run:
         return load_run(self._here("open its folder there"))
 
     def status(self) -> RunView:
-        """Return the run's state, counts and newest metrics. Raises Unreachable if it is not running."""
-        return self._coordinator().run()
+        """Return the run's state, counts and newest metrics; state and step alone of a run that has ended.
+
+        Raises:
+            Unreachable: it neither runs nor has ended.
+        """
+        return self._look() or self._last() or self._coordinator().run()
 
     def replicas(self) -> list[ReplicaView]:
         """Return the live replicas of all services."""

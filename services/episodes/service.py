@@ -48,8 +48,8 @@ from penstock.shared.bus.streams import Stream
 from penstock.shared.bus.worker import Worker
 from penstock.shared.errors import NotHere, PermanentError, SettingsError, TemporaryError
 from penstock.shared.files.source import digest
-from penstock.shared.model.context import own_context, read_config
-from penstock.shared.model.tokenizer import UNLIMITED, Tokenizer, open_tokenizer
+from penstock.shared.model.tokenizer import Limits as ModelLimits
+from penstock.shared.model.tokenizer import Tokenizer, open_tokenizer
 from penstock.shared.peers.handshake import Secret
 from penstock.shared.peers.turns import DrawnTurn, TurnRequest
 from penstock.shared.process.service import Context, serve
@@ -98,8 +98,7 @@ class Policy:
 
 def context_tokens(settings: Settings) -> int:
     """Return the most tokens of a turn with all before it: of the model's context, and of a row of training."""
-    context = settings.rollout.max_model_len or own_context(read_config(settings.policy.model)) or UNLIMITED
-    return min(context, settings.trainer.row_tokens)
+    return min(ModelLimits.of(settings).context_tokens, settings.trainer.row_tokens)
 
 
 class Turns(Protocol):

@@ -29,7 +29,7 @@ from penstock.shared.files.durable import write_whole
 from penstock.shared.files.secret_file import make_secret, read_secret
 from penstock.shared.inputs import ACCEPT, INPUTS, NEXT_INPUTS, settle_inputs
 from penstock.shared.model.context import check_context, read_config
-from penstock.shared.model.model_source import check_complete, check_tokenizer
+from penstock.shared.model.model_source import check_complete, check_tokenizer, check_trained
 from penstock.shared.process.memory_timeline import host_bytes
 from penstock.shared.process.service import own_host
 from penstock.shared.settings import SETTINGS_FILE, Settings, dump, load, sources
@@ -239,7 +239,7 @@ def _check_inputs(settings: Settings) -> None:
                 f"expected {name} = 1 with `penstock up`, which starts one host, found {nodes}: "
                 "start the services by themselves on each host (docs/kubernetes.md), or change it"
             )
-    check_complete("policy.model", settings.policy.model)
+    check_trained("policy.model", settings.policy.model)
     check_context(settings)
     if settings.trainer.expert_parallel * settings.trainer.sequence_parallel > 1 and read_config(settings.policy.model):
         workload_of(settings)  # refuses a model that ranks cannot divide
@@ -249,7 +249,7 @@ def _check_inputs(settings: Settings) -> None:
     check_gpus(settings, gpus)
     check_host(settings, len(gpus), host_bytes()[0])
     if settings.algorithm.needs_critic and settings.algorithm.critic.model:
-        check_complete("algorithm.critic.model", settings.algorithm.critic.model)
+        check_trained("algorithm.critic.model", settings.algorithm.critic.model)
     for scorer in settings.reward.scorers:
         if isinstance(scorer, ModelScorer):
             check_complete(scorer.model_setting, scorer.model)

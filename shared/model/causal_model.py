@@ -16,6 +16,8 @@ from penstock.shared.process.importing import importing
 if TYPE_CHECKING:
     import torch
 
+_LONGEST = 300
+"""Characters of a library's sentence: transformers lists all classes that it knows."""
 _NAMED = 3
 _IMPLEMENTATION = "_attn_implementation"
 
@@ -82,7 +84,8 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _lines(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+    words = " ".join(str(error).split()) or type(error).__name__
+    return words if len(words) <= _LONGEST else f"{words[:_LONGEST].rpartition(' ')[0]} …"
 
 
 @contextlib.contextmanager

@@ -1,5 +1,5 @@
-"""What a model's config.json says of sequences: their maximum length, and layers whose state passes along a whole row, by model
-type and transformers' class. Imports neither torch nor transformers.
+"""What a model's config.json says of sequences: their maximum length, their tokens, and layers whose state passes along a whole
+row, by model type and transformers' class. Imports neither torch nor transformers.
 """
 
 import json
@@ -42,8 +42,7 @@ _NAMES = ("max_position_embeddings", "n_positions", "max_seq_len")
 
 def own_context(config: Mapping[str, Any]) -> int:
     """In tokens; 0: not specified."""
-    text = config.get("text_config")
-    fields = {**config, **text} if isinstance(text, Mapping) else config
+    fields = _of_text(config)
     own = next((int(fields[name]) for name in _NAMES if isinstance(fields.get(name), int)), 0)
     rope = fields.get("rope_parameters") or fields.get("rope_scaling")
     factor = rope.get("factor") if isinstance(rope, Mapping) else None
@@ -53,6 +52,17 @@ def own_context(config: Mapping[str, Any]) -> int:
     if kind == "yarn":
         return max(own, int(rope.get("original_max_position_embeddings") or own) * int(factor))
     return int(own * factor) if kind in ("linear", "dynamic") else own
+
+
+def own_vocabulary(config: Mapping[str, Any]) -> int:
+    """Tokens of the model; 0: not specified."""
+    own = _of_text(config).get("vocab_size")
+    return own if isinstance(own, int) else 0
+
+
+def _of_text(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    text = config.get("text_config")
+    return {**config, **text} if isinstance(text, Mapping) else config
 
 
 def check_context(settings: "Settings") -> None:

@@ -46,11 +46,36 @@ def check_source(setting: str, source: str, needed: tuple[str, ...]) -> None:
     if folder.is_dir():
         if not any((folder / name).is_file() for name in needed):
             files = needed[0] if len(needed) == 1 else f"tokenizer ({', '.join(needed[:-1])} or {needed[-1]})"
-            raise SettingsError(f"the folder {source!r} has no {files}: change {setting}")
+            raise SettingsError(f"the folder {source!r} has no {files}{_instead(folder, needed)}: change {setting}")
     elif (folder.parent.is_dir() and "/" in source) or _HUB_NAME.fullmatch(source) is None or source.startswith("."):
-        raise SettingsError(f"no folder in Hugging Face form at {source!r}: change {setting}")
+        shown = ", but a file: give the folder of a model in safetensors" if folder.is_file() else ""
+        raise SettingsError(f"no folder in Hugging Face form at {source!r}{shown}: change {setting}")
     else:
         _check_hub(setting, source, needed)
+
+
+def _instead(folder: Path, needed: tuple[str, ...]) -> str:
+    """Return what a folder without a model has instead; "": nothing known."""
+    if (folder / "adapter_config.json").is_file():
+        return ", but a LoRA adapter: merge it into its model (merge_and_unload of peft), save that"
+    if any(folder.glob("*.gguf")):
+        return ", but a GGUF file, of which nothing is read"
+    inner = [path.parent for name in needed for path in folder.glob(f"*/{name}")]
+    newest = max(inner, key=lambda path: path.stat().st_mtime, default=None)
+    return f", but {newest.name!r} in it has one" if newest else ""
+
+
+def check_trained(setting: str, source: str) -> None:
+    """Raise SettingsError as :func:`check_complete`, or if a folder's weights are quantised, which cannot be trained."""
+    check_complete(setting, source)
+    config = Path(source) / "config.json"
+    quantised = _read_object(config, setting).get("quantization_config") if config.is_file() else None
+    if quantised:
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else None
+        raise SettingsError(
+            f"expected a model to train in {source!r}, found a quantised one ({method or 'quantization_config'} in config.json): "
+            f"save it dequantised, or change {setting}"
+        )
 
 
 def check_complete(setting: str, source: str) -> None:

@@ -12,13 +12,14 @@ import numpy as np
 
 from penstock.shared.bus.messages import Int32Array, Json, Prompt
 from penstock.shared.errors import PermanentError, SettingsError
+from penstock.shared.model.context import own_context, own_vocabulary, read_config
 from penstock.shared.model.model_source import check_tokenizer
 from penstock.shared.model.rendering import chat_template
 from penstock.shared.process.importing import importing, without_torch
 from penstock.shared.reasoning import Reasoning
 
 if TYPE_CHECKING:
-    from penstock.shared.settings import PolicySettings, SamplingSettings
+    from penstock.shared.settings import PolicySettings, SamplingSettings, Settings
     from penstock.shared.settings.rewards.reward import RewardSettings
 
 UNUSABLE = (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError)
@@ -184,6 +185,12 @@ class Limits:
     context_tokens: int = UNLIMITED
     vocabulary: int = UNLIMITED
 
+    @staticmethod
+    def of(settings: "Settings") -> "Limits":
+        config = read_config(settings.policy.model)
+        context = settings.rollout.max_model_len or own_context(config)
+        return Limits(context or UNLIMITED, own_vocabulary(config) or UNLIMITED)
+
 
 class TokenizerCodec:
     """Prompts to tokens, and tokens to texts.
@@ -191,6 +198,9 @@ class TokenizerCodec:
     Args:
         template_arguments: of the chat template.
         reward: what of a completion its scorers look for.
+
+    Raises:
+        SettingsError: the tokenizer is another model's.
     """
 
     def __init__(
@@ -200,6 +210,12 @@ class TokenizerCodec:
         template_arguments: Mapping[str, Any] | None = None,
         reward: "RewardSettings | None" = None,
     ) -> None:
+        own = getattr(tokenizer, "vocab_size", 0)  # without added tokens, which a model may lack
+        if own > reader.vocabulary:
+            raise SettingsError(
+                f"expected a tokenizer of at most the model's {reader.vocabulary} tokens, found {own}: it is another "
+                "model's; change policy.tokenizer or policy.model"
+            )
         self._template_arguments = dict(template_arguments or {})
         self._tokenizer = tokenizer
         self.decode = TextDecoder(tokenizer, reward.markers if reward else ())
@@ -279,6 +295,10 @@ class TokenizerCodec:
     def plain(self, text: str) -> str:
         """Return ``text`` without white space, special tokens, and what chat templates read from messages."""
         return "".join(self._special.sub("", _FLAG.sub("", text)).split())
+
+    def is_unframed(self, text: str) -> bool:
+        """Whether a text is not rendered, and the tokenizer has a chat template that would."""
+        return self._tokenizer.chat_template is not None and self._special.search(text) is None
 
     def tokens(self, text: str) -> list[int]:
         """Return the tokens of a rendered conversation."""

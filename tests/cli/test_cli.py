@@ -471,7 +471,10 @@ BAD = {
         ["--policy.model", "some/model"],
         "there is no folder 'some/model', and the hub cannot be reached (HF_HUB_OFFLINE is set): change policy.model",
     ),
-    "a folder without a model": (["--policy.model", "."], "has no config.json: change policy.model"),
+    "a folder without a model": (
+        ["--policy.model", "."],
+        "has no config.json, but 'model' in it has one: change policy.model",
+    ),
     "no dataset": (["--data.path", "none.jsonl"], "none.jsonl: change data.path"),
     "empty dataset": (["--data.path", "empty.jsonl"], "it has no rows: change data.path"),
     "a dataset of another kind": (

@@ -103,7 +103,9 @@ def test_a_run_whose_coordinator_leaves_once_it_has_said_the_end_has_ended(folde
 
 def test_the_wait_for_a_run_that_has_ended_is_over_and_one_for_an_interrupted_run_says_so(folder: Path) -> None:
     (folder / "summary.json").write_text(json.dumps({"run_id": "mine", "state": "stopped", "steps": 2}))
-    seen = penstock.Run.open(folder).wait()
+    run = penstock.Run.open(folder)
+    seen = run.wait()
+    assert run.status() == seen
     assert (seen.run_id, seen.state, seen.step, seen.ended) == ("mine", "stopped", 2, True)
     (folder / "summary.json").write_text(json.dumps({"run_id": "mine", "state": "finished", "steps": 2}))
     with pytest.raises(penstock.PenstockError, match="it is starting, or was interrupted"):  # it is being extended

@@ -1,6 +1,7 @@
 """Laws of real tokenizers crossed with public chat templates: right or refused, nothing silently cut or doubled."""
 
 import functools
+import json
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -39,7 +40,8 @@ def tokenizer(name: str) -> Any:
 
 
 def settings_of(folder: Path) -> Settings:
-    policy = {"model": str(tiny.save(folder))}
+    policy, config = {"model": str(tiny.save(folder))}, folder / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"vocab_size": Limits.vocabulary}))
     return Settings.model_validate(
         {"policy": policy, "algorithm": {"loss": "cross_entropy"}, "rollout": {"vllm": {"max_model_len": 1 << 20}}}
     )
@@ -47,10 +49,7 @@ def settings_of(folder: Path) -> Settings:
 
 def reader(settings: Settings, of: Any, monkeypatch: pytest.MonkeyPatch) -> Demonstrations:
     monkeypatch.setattr(demonstrations, "open_tokenizer", lambda _, **__: of)
-    reading = Demonstrations(settings)
-    reading._vocabulary = 1 << 20
-    reading._codec._vocabulary = 1 << 20
-    return reading
+    return Demonstrations(settings)
 
 
 def prompts(of: Any, codec: TokenizerCodec, kinds: Counter[str]) -> None:

@@ -57,6 +57,19 @@ def all_shards_but_one_cut(folder: Path) -> None:
     cut("model-3-of-5.safetensors", 100)(folder)
 
 
+def an_adapter(folder: Path) -> None:
+    (folder / "config.json").rename(folder / "adapter_config.json")
+
+
+def a_gguf_file(folder: Path) -> None:
+    (folder / "config.json").rename(folder / "q4.gguf")
+
+
+def a_folder_of_checkpoints(folder: Path) -> None:
+    (folder / "checkpoint-100").mkdir()
+    (folder / "config.json").rename(folder / "checkpoint-100" / "config.json")
+
+
 HEADER = '{"w": {"data_offsets": [0, 1e999]}}'
 DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "no tokenizer": (
@@ -74,6 +87,24 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
         "{model}/tokenizer.json is damaged or cut off (no JSON): copy it again, or change policy.model",
     ),
     "no config": (remove("config.json"), "the folder '{model}' has no config.json: change policy.model"),
+    "an adapter": (
+        an_adapter,
+        "the folder '{model}' has no config.json, but a LoRA adapter: merge it into its model (merge_and_unload of peft), "
+        "save that: change policy.model",
+    ),
+    "a GGUF file": (
+        a_gguf_file,
+        "the folder '{model}' has no config.json, but a GGUF file, of which nothing is read: change policy.model",
+    ),
+    "a folder of checkpoints": (
+        a_folder_of_checkpoints,
+        "the folder '{model}' has no config.json, but 'checkpoint-100' in it has one: change policy.model",
+    ),
+    "quantised weights": (
+        write("config.json", '{"quantization_config": {"quant_method": "gptq"}}'),
+        "expected a model to train in '{model}', found a quantised one (gptq in config.json): save it dequantised, or change "
+        "policy.model",
+    ),
     "a config that is cut off": (
         write("config.json", '{"model_type": "qw'),
         "{model}/config.json is damaged or cut off (no JSON): copy it again, or change policy.model",

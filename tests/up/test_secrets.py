@@ -1,5 +1,6 @@
 """A run with every kind of secret leaks none."""
 
+import asyncio
 import http.server
 import json
 import os
@@ -15,7 +16,8 @@ import httpx
 import pytest
 
 from penstock.shared.bus import embedded
-from penstock.shared.errors import SettingsError
+from penstock.shared.bus.client import connection
+from penstock.shared.errors import BusUnavailable, SettingsError
 from penstock.shared.settings import loads
 from tests.conftest import PATIENCE_S, free_port, until
 from tests.support import forge
@@ -67,6 +69,27 @@ def bus(tmp_path: Path) -> Iterator[tuple[str, Path]]:
     yield f"redis://:{quote(BUS, safe='')}@127.0.0.1:{port}/0", data
     server.kill()
     server.wait(PATIENCE_S)
+
+
+@pytest.mark.parametrize("password", ["", ":other@"])
+async def test_a_bus_with_another_password_is_not_taken_for_one_that_is_down(
+    bus: tuple[str, Path], password: str
+) -> None:
+    url, _ = bus
+    async with asyncio.timeout(PATIENCE_S):
+        while not await _answers(url):
+            await asyncio.sleep(0.05)
+    address = f"redis://{password}{url.rpartition('@')[2]}"
+    with pytest.raises(SettingsError, match=r"refuses user and password .*PENSTOCK__BUS__URL") as refused:
+        await connection.probe(address)
+    assert "other" not in str(refused.value)
+
+
+async def _answers(url: str) -> bool:
+    try:
+        return bool(await connection.probe(url))
+    except BusUnavailable:
+        return False
 
 
 def secret_file(path: Path, secret: str) -> Path:

@@ -20,10 +20,9 @@ from penstock.services.up.display import console
 from penstock.services.up.requirements import functions_checked
 from penstock.shared.bus.messages import Int32Array, Sampling
 from penstock.shared.errors import PermanentError
-from penstock.shared.model.context import check_context, own_context, read_config
+from penstock.shared.model.context import check_context
 from penstock.shared.model.model_source import check_tokenizer
 from penstock.shared.model.tokenizer import (
-    UNLIMITED,
     Limits,
     Tokenizer,
     TokenizerCodec,
@@ -39,6 +38,10 @@ _MOST_MEASURED = 5_000
 _BINS = 8
 _BAR = 40
 _LONGEST_PROMPT = 2_000
+_UNFRAMED = (
+    "note: prompts are texts, to which the model's chat template is not applied: to ask as in a chat, give messages in "
+    "data.prompt_field, or set data.system"
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -62,6 +65,9 @@ def check(settings: Settings, shown: int) -> bool:
     order = order_of(settings, data.train)
     for place in range(min(shown, len(data.train))):
         _say_prompt(place, data.train.problems[order.index(place)], settings, codec, tokenizer)
+    asked = data.train.problems[order.index(0)].text
+    if asked is not None and codec.is_unframed(asked):
+        console.say(f"\n{_UNFRAMED}")
     lengths = measure(data.train.problems, settings, codec)
     _say_lengths(lengths, len(data.train))
     for notice in data.notices:
@@ -76,8 +82,8 @@ def _opened(settings: Settings) -> tuple[Data, Tokenizer, TokenizerCodec]:
     check_tokenizer(*settings.policy.tokenizer_source, for_messages=False)  # before the data, which may take minutes
     data = load_data(settings)
     tokenizer = open_tokenizer(settings.policy)
-    context = settings.rollout.max_model_len or own_context(read_config(settings.policy.model)) or UNLIMITED
-    return data, tokenizer, TokenizerCodec(tokenizer, Limits(context), settings.data.chat_template, settings.reward)
+    limits = Limits.of(settings)
+    return data, tokenizer, TokenizerCodec(tokenizer, limits, settings.data.chat_template, settings.reward)
 
 
 def prompt_lengths(settings: Settings) -> PromptLengths:

@@ -303,7 +303,9 @@ def _question(row: Mapping[str, object], data: DataSettings) -> tuple[str | None
         if value is not None:
             return None, tuple(_turns(value, field))
     columns = ", ".join(sorted(repr(name) for name, value in row.items() if value is not None)) or "no column"
-    raise BadRow(f"expected a column {data.prompt_field!r} or {MESSAGES_FIELD!r} that is not null, found {columns}")
+    raise BadRow(
+        f"expected a column {data.prompt_field!r} or {MESSAGES_FIELD!r} that is not null, found {columns}: change data.prompt_field"
+    )
 
 
 def _with_system(

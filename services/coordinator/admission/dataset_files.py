@@ -44,7 +44,8 @@ def read(source: str, setting: str) -> Iterator[tuple[str, DatasetRow]]:
         return
     path = Path(source)
     if not path.exists():
-        raise SettingsError(f"no dataset at {path}: change {setting}")
+        elsewhere = "" if path.suffix else " (on a hub, it is hf://OWNER/NAME)"
+        raise SettingsError(f"no dataset at {path}{elsewhere}: change {setting}")
     try:
         if path.is_dir():
             yield from _saved(path, setting)

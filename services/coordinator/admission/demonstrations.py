@@ -45,8 +45,7 @@ from penstock.shared.bus.messages import (
     no_segments,
 )
 from penstock.shared.errors import PermanentError, SettingsError
-from penstock.shared.model.context import own_context, read_config
-from penstock.shared.model.tokenizer import UNLIMITED, Limits, TokenizerCodec, encode_text, open_tokenizer, stop_tokens
+from penstock.shared.model.tokenizer import Limits, TokenizerCodec, encode_text, open_tokenizer, stop_tokens
 from penstock.shared.settings import Settings
 
 if TYPE_CHECKING:
@@ -161,11 +160,8 @@ class Demonstrations(CompletionColumns):
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
-        config = read_config(settings.policy.model)
-        text = config.get("text_config")
-        vocabulary = {**config, **(text if isinstance(text, Mapping) else {})}.get("vocab_size")
-        self._context = settings.rollout.max_model_len or own_context(config) or UNLIMITED
-        limits = Limits(self._context, vocabulary if isinstance(vocabulary, int) else UNLIMITED)
+        limits = Limits.of(settings)
+        self._context = limits.context_tokens
         self._tokenizer = open_tokenizer(settings.policy, alone=True)
         self._codec = TokenizerCodec(self._tokenizer, limits, settings.data.chat_template, settings.reward)
         self._vocabulary, ends = limits.vocabulary, frozenset(stop_tokens(self._tokenizer))

@@ -36,7 +36,7 @@ def _figures(summary: dict[str, object]) -> str:
     if before is not None and after is not None:
         lines.append(f"held-out accuracy   {before:.3f} → {after:.3f}")
     lines.append(f"training time       {view.duration(_number(summary, 'training_s'))}")
-    lines.append(f"samples/s           {view.number(_number(summary, 'samples_per_s'), 0)}")
+    lines.append(f"samples/s           {view.rate(_number(summary, 'samples_per_s'))}")
     if gpu_hours := _number(summary, "gpu_hours"):
         lines.append(f"GPU-hours           {view.number(gpu_hours, 1)}")
     counts = summary.get("counts")

@@ -159,7 +159,7 @@ def _flight(run: RunView) -> Text:
 
 
 def _speed(run: RunView) -> Text:
-    line = f"{_tokens(run)}  {number(None if run.state == 'paused' else last(run, 'samples_per_s'), 0)} samples/s"
+    line = f"{_tokens(run)}  {rate(None if run.state == 'paused' else last(run, 'samples_per_s'))} samples/s"
     gpu_hours = f"  {number(run.gpu_hours, 1)} GPU-hours" if run.gpu_hours else ""
     return Text(f"{line}  for {duration(run.training_s)}{gpu_hours}")
 
@@ -271,6 +271,15 @@ def last(run: RunView, name: str) -> float | None:
 def number(value: float | None, digits: int = 3) -> str:
     """Return a number with thousands' commas; a dash for None."""
     return _MISSING if value is None or not math.isfinite(value) else f"{value:,.{digits}f}"
+
+
+def rate(value: float | None) -> str:
+    """Return a number of events per second.
+
+    >>> rate(0.374), rate(1234.5), rate(None)
+    ('0.37', '1,234', '–')
+    """
+    return number(value, 2 if value is not None and value < 10 else 0)
 
 
 def duration(seconds: float | None) -> str:

@@ -17,7 +17,7 @@ from redis.asyncio.cluster import ClusterNode, RedisCluster
 from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import Sentinel
 from redis.backoff import NoBackoff
-from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import AuthenticationError, RedisError, ResponseError
 
 from penstock.shared.errors import BusUnavailable, SettingsError
 from penstock.shared.text.redaction import redact
@@ -300,13 +300,21 @@ async def check_replication(client: Client) -> str:
 
 
 async def probe(url: str, *, replication: bool = False) -> str:
-    """Connect briefly; return name and version. ``replication``: check that too."""
+    """Connect briefly; return name and version. ``replication``: check that too. Raises SettingsError, as well, for a wrong
+    user or password, which services wait for, as it may be the server's that is wrong."""
     client = open_client(url)
     try:
         version = await check_server(client)
         if replication:
             await check_replication(client)
         return version
+    except BusUnavailable as error:
+        if not isinstance(error.__cause__, AuthenticationError):
+            raise
+        raise SettingsError(
+            f"the server at {redact(url)} refuses user and password ({error.__cause__}): set bus.url, best by PENSTOCK__BUS__URL, to "
+            "redis://USER:PASSWORD@HOST:PORT"
+        ) from error
     finally:
         await close_client(client)
 

@@ -13,6 +13,7 @@ import pytest
 
 from penstock.services.cli.__main__ import main
 from penstock.services.cli.reports.data_check import histogram
+from tests.support import tiny
 from tests.support.hub_server import COMMIT, hub
 
 ROOT = Path(__file__).parents[3]
@@ -65,7 +66,7 @@ def test_the_check_shows_what_a_dataset_on_a_hub_trains_on(tmp_path: Path) -> No
     assert checked.stdout.splitlines() == [
         "training: hf://own/sums@main:train: 1 problems",
         "training: 1 problems, 1 bad rows, 1 rows left out by data.filter",
-        "  bad row own/sums/train:3: expected a column 'prompt' or 'messages' that is not null, found 'question'",
+        "  bad row own/sums/train:3: expected a column 'prompt' or 'messages' that is not null, found 'question': change data.prompt_field",
         "",
         "prompt 1 (own/sums/train:1, 6 tokens, answer '46'):",
         "12+34=",
@@ -74,10 +75,26 @@ def test_the_check_shows_what_a_dataset_on_a_hub_trains_on(tmp_path: Path) -> No
         "  6: 1 ████████████████████████████████████████",
         "",
         "warning: 1 rows of hf://own/sums@main:train cannot be used, the first own/sums/train:3: expected a column 'prompt' "
-        "or 'messages' that is not null, found 'question'; `penstock data check` names all",
+        "or 'messages' that is not null, found 'question': change data.prompt_field; `penstock data check` names all",
         "",
         "scorer answer: '46' 1, '0' 0",
     ]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "noted"),
+    [("12+34=", True), ("12+34=<eos>", False), ([{"role": "user", "content": "12+34="}], False)],
+)
+def test_texts_to_which_a_chat_template_is_not_applied_are_noted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], prompt: object, noted: bool
+) -> None:
+    tiny.save(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"prompt": prompt, "answer": 46}))
+    flags = ["--policy.model", str(tmp_path), "--data.path", str(rows), "--data.filter", ""]
+    assert main(["data", "check", settings(tmp_path, "train.jsonl"), *flags]) == 0
+    assert ("the model's chat template is not applied" in capsys.readouterr().out) == noted
 
 
 def test_the_check_shows_both_completions_of_a_pair(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

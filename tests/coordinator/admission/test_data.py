@@ -145,6 +145,7 @@ def test_an_empty_dataset_is_refused(tmp_path: Path) -> None:
 
 def test_a_missing_or_unknown_file_is_refused(tmp_path: Path) -> None:
     assert f"no dataset at {tmp_path / 'no.jsonl'}: change data.path" in refusal(tmp_path / "no.jsonl")
+    assert f"{tmp_path / 'gsm8k'} (on a hub, it is hf://OWNER/NAME): change data.path" in refusal(tmp_path / "gsm8k")
     (tmp_path / "a.csv").touch()
     assert "expected .jsonl, .parquet, or a folder" in refusal(tmp_path / "a.csv")
 

@@ -12,7 +12,7 @@ import torch
 from penstock.services.rollout.engines.transformers.loading import open_model
 from penstock.shared.bus.messages import ChatMessage, Prompt
 from penstock.shared.errors import PermanentError, SettingsError
-from penstock.shared.model.tokenizer import TokenizerCodec, check_stop_texts, open_tokenizer
+from penstock.shared.model.tokenizer import Limits, TokenizerCodec, check_stop_texts, open_tokenizer
 from penstock.shared.settings import PolicySettings, SamplingSettings
 from tests.support import builders, tiny
 
@@ -150,3 +150,17 @@ def test_a_broken_model_or_device_names_its_setting(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"nothing")
     with pytest.raises(SettingsError, match=r"could not load .*: change policy.model"):
         open_model(policy, tokenizer, "cpu")
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_another_models() -> None:
+    smaller = Limits(512, len(tiny.CHARACTERS))
+    with pytest.raises(SettingsError, match=r"at most the model's 39 tokens, found 4\d: .* change policy.tokenizer"):
+        TokenizerCodec(tiny.tokenizer(), smaller)
+
+
+def test_tokens_that_were_added_to_the_vocabulary_may_be_beyond_the_model() -> None:
+    tokenizer = tiny.tokenizer()
+    vocabulary = tokenizer.vocab_size
+    tokenizer.add_special_tokens({"pad_token": "<one more>"})
+    assert len(tokenizer) > vocabulary
+    assert TokenizerCodec(tokenizer, Limits(512, vocabulary)).encode(asking(text="12+3=")).tolist() == [3, 4, 12, 5, 13]

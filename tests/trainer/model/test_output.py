@@ -1,5 +1,6 @@
 """A model's logits, rotary frequencies, context, and training noise."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from penstock.services.trainer.batch.packing import micro_batch
 from penstock.services.trainer.model.critic import Critic
 from penstock.services.trainer.model.policy import Policy, check_numbers, load_trunk
 from penstock.shared.errors import SettingsError
+from penstock.shared.model.causal_model import load_causal_model
 from penstock.shared.model.context import check_context, own_context
 from penstock.shared.model.logits_transform import LogitsTransform, logits_transform
 from penstock.shared.model.rope import check_rope_for_vllm, settle_rope
@@ -246,3 +248,12 @@ def test_the_dropout_of_adapters_still_works_while_training() -> None:
     assert not np.array_equal(drawn(), drawn())
     policy.eval()
     assert np.array_equal(drawn(), drawn())
+
+
+def test_of_a_librarys_sentence_the_beginning_is_reported(tmp_path: Path) -> None:
+    tiny.save(tmp_path)
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"model_type": "qwen2_vl"}))
+    with pytest.raises(SettingsError, match=r"Unrecognized configuration class.* …: change policy.model") as refused:
+        load_causal_model("policy.model", str(tmp_path), torch.float32)
+    assert len(str(refused.value)) < 500
