@@ -18,7 +18,7 @@ VENV_PYTHON := .venv/bin/python
 # A file's tests stay in one process, in their order; files are taken in that of tests/conftest.py, the longest first.
 PYTEST := $(VENV_PYTHON) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help demo demo-agent demo-reasoning up test faults fuzz mutants portability portability-processes storm quick check beside computing lint style format types imports openapi dashboards models images clean install install-dev
+.PHONY: help demo demo-agent demo-reasoning up test faults fuzz mutants portability portability-processes storm quick check collected beside computing lint style format types imports openapi dashboards models images clean install install-dev
 
 help:
 	@echo "make demo    train the arithmetic example on this machine, from nothing"
@@ -111,8 +111,13 @@ quick: install-dev
 COMPUTING := tests/trainer/model/test_models.py tests/trainer/model/test_trees.py
 check: install-dev
 	@$(MAKE) --no-print-directory style
-	@$(MAKE) --no-print-directory -j 2 imports test IGNORED="$(addprefix --ignore=,$(COMPUTING))"
+	@$(MAKE) --no-print-directory -j 2 imports collected
+	@$(MAKE) --no-print-directory test IGNORED="$(addprefix --ignore=,$(COMPUTING))"
 	@$(MAKE) --no-print-directory -j 3 faults beside
+
+# Compiles once what the tests' processes import, which would all do it at the same time. What fails here fails in the tests.
+collected: install-dev
+	-@$(VENV_PYTHON) -m pytest --collect-only -qq >/dev/null 2>&1
 
 beside:
 	@nice -n 19 $(MAKE) --no-print-directory types computing

