@@ -87,7 +87,7 @@ def test_functions_that_can_be_imported_are_accepted(config: Path) -> None:
         (
             ['{"prompt": "1+1=", "completion": "2"}'],
             (),
-            "rows with a completion are for `penstock sft` (and `penstock plan",
+            "rows with a completion are for `penstock sft`",
         ),
         (['{"prompt": "1+1=", "text": "2"}'], ("--algorithm.loss=cross_entropy",), "expected a completion in "),
         (['{"prompt": "1+1=", "answer": "2"}'], ("--data.filter=level < 3",), "in 'level', as data.filter needs it"),
