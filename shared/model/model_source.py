@@ -68,10 +68,8 @@ def _instead(folder: Path, needed: tuple[str, ...]) -> str:
 
 
 def check_trained(setting: str, source: str, *, generates: bool = True) -> None:
-    """Raise SettingsError as :func:`check_complete`, or if a folder's weights are quantised, which cannot be trained.
-
-    Without replicas, which would generate with them, the trainer decides on those that transformers may dequantise.
-    """
+    """Raise SettingsError as :func:`check_complete`, or if a folder's weights are quantised, which cannot be trained. Without
+    replicas, which would generate with them, the trainer decides on those that transformers may dequantise."""
     check_complete(setting, source)
     config = Path(source) / "config.json"
     quantised = _read_object(config, setting).get("quantization_config") if config.is_file() else None
