@@ -239,7 +239,7 @@ def _check_inputs(settings: Settings) -> None:
                 f"expected {name} = 1 with `penstock up`, which starts one host, found {nodes}: "
                 "start the services by themselves on each host (docs/kubernetes.md), or change it"
             )
-    check_trained("policy.model", settings.policy.model)
+    check_trained("policy.model", settings.policy.model, generates=settings.kind.generates)
     check_context(settings)
     if settings.trainer.expert_parallel * settings.trainer.sequence_parallel > 1 and read_config(settings.policy.model):
         workload_of(settings)  # refuses a model that ranks cannot divide

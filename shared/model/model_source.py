@@ -24,6 +24,8 @@ _LONGEST_HEADER = 100_000_000
 """Bytes of a safetensors header, as its library accepts them."""
 _NAMED = 3
 _PICKLES = ("*.bin", "*.pt", "*.pth")
+_DEQUANTISED = ("mxfp4", "fp8")
+"""Methods that transformers dequantises where it cannot compute with them."""
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -65,13 +67,14 @@ def _instead(folder: Path, needed: tuple[str, ...]) -> str:
     return f", but {newest.name!r} in it has one" if newest else ""
 
 
-def check_trained(setting: str, source: str) -> None:
-    """Raise SettingsError as :func:`check_complete`, or if a folder's weights are quantised, which cannot be trained."""
+def check_trained(setting: str, source: str, *, generates: bool = True) -> None:
+    """Raise SettingsError as :func:`check_complete`, or if a folder's weights are quantised, which cannot be trained. Without
+    replicas, which would generate with them, the trainer decides on those that transformers may dequantise."""
     check_complete(setting, source)
     config = Path(source) / "config.json"
     quantised = _read_object(config, setting).get("quantization_config") if config.is_file() else None
-    if quantised:
-        method = quantised.get("quant_method") if isinstance(quantised, dict) else None
+    method = quantised.get("quant_method") if isinstance(quantised, dict) else None
+    if quantised and (generates or method not in _DEQUANTISED):
         raise SettingsError(
             f"expected a model to train in {source!r}, found a quantised one ({method or 'quantization_config'} in config.json): "
             f"save it dequantised, or change {setting}"

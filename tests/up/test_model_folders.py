@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from penstock.services.cli.__main__ import main
+from penstock.shared.errors import SettingsError
+from penstock.shared.model.model_source import check_trained
 from tests.support.model_folders import write_model, write_safetensors
 
 MESSAGES = '{"prompt": [{"role": "user", "content": "1+1="}], "answer": "2"}\n'
@@ -193,3 +195,14 @@ def test_plan_refuses_a_damaged_config(tmp_path: Path, contents: str, capsys: py
     write("config.json", contents)(write_model(tmp_path / "model"))
     assert main(["plan", str(run(tmp_path))]) == 2
     assert f"{tmp_path}/model/config.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("method", ["mxfp4", "fp8"])
+def test_a_quantised_model_that_the_trainer_may_dequantise_is_its_to_refuse_in_a_run_without_replicas(
+    tmp_path: Path, method: str
+) -> None:
+    model = write_model(tmp_path / "model")
+    write("config.json", json.dumps({"quantization_config": {"quant_method": method}}))(model)
+    check_trained("policy.model", str(model), generates=False)
+    with pytest.raises(SettingsError, match=f"found a quantised one .{method} in config.json"):
+        check_trained("policy.model", str(model))
