@@ -294,8 +294,10 @@ def _checked(answer: Answer) -> Answer:
         return answer
     try:
         reason = str(answer.json()["detail"])[:_LONGEST_REASON]
-    except (ValueError, KeyError, TypeError):
-        reason = answer.text()[:200] or "it gives no reason"
+    except (ValueError, KeyError, TypeError) as error:
+        if answer.status < 500:
+            raise _unreadable(answer, f"status {answer.status}") from error
+        reason = "it gives no reason"
     if answer.status >= 500:
         raise Unable(answer, reason)
     raise RequestRefused(reason)

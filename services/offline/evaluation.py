@@ -16,7 +16,7 @@ from penstock.services.reward.scoring import Scoring
 from penstock.services.reward.service import make_scoring
 from penstock.shared.bus.messages import PolicyVersion, Prompt, RolloutGroup
 from penstock.shared.bus.stores.policy.evaluations import Description, EvaluationRequest, Played
-from penstock.shared.errors import PermanentError, SettingsError, TemporaryError
+from penstock.shared.errors import PermanentError, TemporaryError
 from penstock.shared.process.telemetry import Status
 from penstock.shared.settings import Settings
 from penstock.shared.settings.evaluation import HeldOutSet
@@ -40,11 +40,9 @@ def evaluate(
         tell: called with each set that has been read.
 
     Raises:
-        SettingsError: no held-out set, or a model, a scorer or data that cannot be used.
+        SettingsError: a model, a scorer or data that cannot be used.
         TemporaryError: a scorer does not work.
     """
-    if not settings.evaluation.held_out:
-        raise SettingsError("there is no held-out set: set evaluation.path, such as --evaluation.path heldout.jsonl")
     sets = [(held_set, _problems(settings, held_set, most, tell)) for held_set in settings.evaluation.held_out]
     policy = LocalPolicy(settings, version)
     return asyncio.run(_evaluate(settings, policy, sets, version, step))

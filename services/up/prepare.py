@@ -20,7 +20,7 @@ from penstock.services.up import run_folder
 from penstock.services.up.continuation import check_steps_left, check_unchanged
 from penstock.services.up.hub_revision import pinned
 from penstock.services.up.plan import executor_address, is_own_executor, metrics_ports
-from penstock.services.up.requirements import check_device, check_packages, functions_checked
+from penstock.services.up.requirements import check_architecture, check_device, check_packages, functions_checked
 from penstock.shared.bus.client import connection
 from penstock.shared.dataset_source import absolute
 from penstock.shared.errors import BusUnavailable, SettingsError
@@ -28,7 +28,7 @@ from penstock.shared.files import temporary
 from penstock.shared.files.durable import write_whole
 from penstock.shared.files.secret_file import make_secret, read_secret
 from penstock.shared.inputs import ACCEPT, INPUTS, NEXT_INPUTS, settle_inputs
-from penstock.shared.model.context import check_context, read_config
+from penstock.shared.model.context import check_context, own_vocabulary, read_config
 from penstock.shared.model.model_source import check_complete, check_tokenizer, check_trained
 from penstock.shared.process.memory_timeline import host_bytes
 from penstock.shared.process.service import own_host
@@ -240,6 +240,7 @@ def _check_inputs(settings: Settings) -> None:
                 "start the services by themselves on each host (docs/kubernetes.md), or change it"
             )
     check_trained("policy.model", settings.policy.model, generates=settings.kind.generates)
+    check_architecture("policy.model", settings.policy.model)
     check_context(settings)
     if settings.trainer.expert_parallel * settings.trainer.sequence_parallel > 1 and read_config(settings.policy.model):
         workload_of(settings)  # refuses a model that ranks cannot divide
@@ -250,13 +251,18 @@ def _check_inputs(settings: Settings) -> None:
     check_host(settings, len(gpus), host_bytes()[0])
     if settings.algorithm.needs_critic and settings.algorithm.critic.model:
         check_trained("algorithm.critic.model", settings.algorithm.critic.model)
+        check_architecture("algorithm.critic.model", settings.algorithm.critic.model)
     for scorer in settings.reward.scorers:
         if isinstance(scorer, ModelScorer):
             check_complete(scorer.model_setting, scorer.model)
     for teacher in settings.reward.teachers:
         if not teacher.url:
             check_complete(teacher.setting, teacher.model)
-    check_tokenizer(*settings.policy.tokenizer_source, for_messages=first_rows.check(settings))
+    check_tokenizer(
+        *settings.policy.tokenizer_source,
+        for_messages=first_rows.check(settings),
+        vocabulary=own_vocabulary(read_config(settings.policy.model)),
+    )
     _check_port(settings.coordinator.host, settings.coordinator.port, "coordinator")
     for port in metrics_ports(settings) or ([0] if settings.run.host else []):
         _check_port(own_host(settings), port, "run", "metrics_")

@@ -1,15 +1,18 @@
 """What a run needs of this machine: packages, a GPU, the user's functions. Checked before any process starts."""
 
 import contextlib
+import importlib.util
 import json
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 from penstock.shared.bus.stores.run.functions import episode_functions, reward_functions, trainer_functions
 from penstock.shared.dataset_source import hub_dataset
 from penstock.shared.errors import SettingsError
 from penstock.shared.extras import install_advice, missing
+from penstock.shared.model.context import read_config
 from penstock.shared.preflight.node import driver
 from penstock.shared.settings.placement import check_shared_engine
 from penstock.shared.settings.rewards.models import ModelScorer
@@ -38,6 +41,15 @@ for name, reference in json.loads(sys.argv[1]).items():
 print("\\n" + json.dumps(failures))
 """
 """Import functions, as the services do; the last line of the output has the failures."""
+_LOADED_AS = """
+import sys
+sys.modules["torch"] = None
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES as classes
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as causal
+own = classes.get(sys.argv[1])
+print("unknown" if own is None else "causal" if any(classes.get(kind) == own for kind in causal) else "other")
+"""
+"""What transformers makes of a model_type; without torch, which takes most of the time."""
 
 
 def check_packages(settings: Settings) -> None:
@@ -137,6 +149,32 @@ def functions_checked(settings: Settings) -> Iterator[None]:
             _refuse(_failures(process))
         finally:
             process.kill()
+
+
+def check_architecture(setting: str, model: str) -> None:
+    """Raise SettingsError if transformers loads no causal language model by a folder's config.json.
+
+    Only transformers knows, whose import takes seconds: it is not asked about a model that names such a class and a type
+    that has a folder there.
+    """
+    config = read_config(model)
+    kind, classes = config.get("model_type"), config.get("architectures")
+    if not isinstance(kind, str) or "auto_map" in config:
+        return
+    of_text = isinstance(classes, list) and bool(classes) and str(classes[0]).endswith("ForCausalLM")
+    package = importlib.util.find_spec("transformers")
+    folders = [] if package is None else package.submodule_search_locations or []
+    if of_text and any((Path(folder) / "models" / kind / "__init__.py").is_file() for folder in folders):
+        return
+    command = [sys.executable, "-c", _LOADED_AS, kind]
+    with contextlib.suppress(subprocess.SubprocessError):  # else the services say what is wrong
+        answer = subprocess.run(command, capture_output=True, check=True, timeout=_IMPORT_S, text=True).stdout.split()
+        reason = {"unknown": "which the installed transformers does not know", "other": "another kind of model"}
+        if answer and answer[-1] in reason:
+            raise SettingsError(
+                f"expected a causal language model in {model!r}, found model_type {kind!r} in config.json, "
+                f"{reason[answer[-1]]}: change {setting}"
+            )
 
 
 def _failures(process: subprocess.Popen[bytes]) -> Mapping[str, str]:

@@ -237,7 +237,8 @@ class Supervisor:
                 process_tree.end_orphans([child.pid for child in self.children if child.pid is not None])
 
     def _fail(self, failure: ProcessFailure) -> None:
-        self._tell(f"stopping: {failure.sentence}")  # at once: starting processes end slowly
+        if self._ending is None or not self._ending.sentence:
+            self._tell(f"stopping: {failure.sentence}")  # at once: starting processes end slowly
         self.end(Ending(failure.code, failure.sentence))
 
     def _write_table(self) -> None:

@@ -94,18 +94,23 @@ def check_complete(setting: str, source: str) -> None:
             _check_safetensors(folder / name, setting)
 
 
-def check_tokenizer(setting: str, source: str, *, for_messages: bool) -> None:
-    """Raise SettingsError if a folder has no tokenizer, a damaged one, or, ``for_messages``, one without chat template."""
+def check_tokenizer(setting: str, source: str, *, for_messages: bool, vocabulary: int = 0) -> None:
+    """Raise SettingsError if a folder has no tokenizer, a damaged one, ``for_messages`` one without chat template, or one
+    of more tokens than the ``vocabulary`` of the model, if that is known.
+    """
     check_source(setting, source, TOKENIZER_FILES)
     folder = Path(source)
     if not folder.is_dir():
         return
     own, fast = folder / "tokenizer_config.json", folder / "tokenizer.json"
     config = _read_object(own, setting) if own.is_file() else {}
-    if fast.is_file():
-        _read_object(fast, setting)
+    whole = _read_object(fast, setting) if fast.is_file() else {}
     if "auto_map" in config:  # the code of the folder may need other files
         return
+    model = whole.get("model")
+    tokens = model.get("vocab") if isinstance(model, dict) else None
+    if vocabulary and isinstance(tokens, dict | list):
+        check_vocabulary(len(tokens), vocabulary)
     if config.get("tokenizer_class") not in _WITHOUT_VOCABULARY and not _has(folder, _VOCABULARIES):
         raise SettingsError(
             f"the folder {source!r} has a tokenizer_config.json and no vocabulary (tokenizer.json, tokenizer.model, "
@@ -116,6 +121,15 @@ def check_tokenizer(setting: str, source: str, *, for_messages: bool) -> None:
             f"the tokenizer in {source!r} has no chat template (chat_template.jinja, or chat_template in "
             f"tokenizer_config.json), which chat messages need: change {setting}, or give texts in data.prompt_field "
             "and no data.system"
+        )
+
+
+def check_vocabulary(tokens: int, most: int) -> None:
+    """Raise SettingsError if a tokenizer has, without added tokens, more than the model's ``most``."""
+    if tokens > most:
+        raise SettingsError(
+            f"expected a tokenizer of at most the model's {most} tokens, found {tokens}: it is another model's; change "
+            "policy.tokenizer or policy.model"
         )
 
 

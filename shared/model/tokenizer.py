@@ -13,7 +13,7 @@ import numpy as np
 from penstock.shared.bus.messages import Int32Array, Json, Prompt
 from penstock.shared.errors import PermanentError, SettingsError
 from penstock.shared.model.context import own_context, own_vocabulary, read_config
-from penstock.shared.model.model_source import check_tokenizer
+from penstock.shared.model.model_source import check_tokenizer, check_vocabulary
 from penstock.shared.model.rendering import chat_template
 from penstock.shared.process.importing import importing, without_torch
 from penstock.shared.reasoning import Reasoning
@@ -210,12 +210,8 @@ class TokenizerCodec:
         template_arguments: Mapping[str, Any] | None = None,
         reward: "RewardSettings | None" = None,
     ) -> None:
-        own = getattr(tokenizer, "vocab_size", 0)  # without added tokens, which a model may lack
-        if own > reader.vocabulary:
-            raise SettingsError(
-                f"expected a tokenizer of at most the model's {reader.vocabulary} tokens, found {own}: it is another "
-                "model's; change policy.tokenizer or policy.model"
-            )
+        # without added tokens, which a model may lack
+        check_vocabulary(getattr(tokenizer, "vocab_size", 0), reader.vocabulary)
         self._template_arguments = dict(template_arguments or {})
         self._tokenizer = tokenizer
         self.decode = TextDecoder(tokenizer, reward.markers if reward else ())

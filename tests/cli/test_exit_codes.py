@@ -18,6 +18,7 @@ from penstock.services.cli.__main__ import app, main
 from tests.cli.test_cli import ROOT, RUN
 from tests.cli.test_terminal import OF_NO_RUN, commands
 from tests.conftest import PATIENCE_S
+from tests.support.http_server import served
 
 DONE, FAILED, WRONG, INTERRUPTED = 0, 1, 2, 130
 ARGUMENTS = {
@@ -192,6 +193,20 @@ def test_a_run_without_what_a_command_reads_is_a_failure(ended: Path, capsys: py
     assert main(["status", str(ended)]) == DONE
     assert main(["report", str(ended)]) == DONE
     assert capsys.readouterr().out.endswith(f"{ended / 'report.html'}\n")
+
+
+def test_another_http_server_is_a_sentence_without_its_page(capsys: pytest.CaptureFixture[str]) -> None:
+    class Foreign(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_error(404)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with served(Foreign) as url:
+        assert main(["status", "--url", url]) == FAILED
+    said = f"penstock status: expected a Penstock coordinator at {url}/v1/run, found another answer (status 404): check --url"
+    assert capsys.readouterr().err.splitlines() == [said]
 
 
 def test_a_missing_package_is_named_with_its_extra_and_a_fault_of_our_own_modules_is_not_called_one(

@@ -163,6 +163,36 @@ def test_a_file_of_another_framework_is_answered_name_by_name() -> None:
     assert "verl's 'n' is sampling.group_size; verl's 'lr' is trainer.learning_rate" in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("key", "ours"),
+    [
+        *((f"{table}.epochs", "run.steps") for table in ("run", "data", "trainer")),
+        ("grpo.max_num_epochs", "run.steps"),
+        ("gconfig.n_samples", "sampling.group_size"),
+        ("critic.optim.lr", "algorithm.critic.learning_rate"),
+        ("critic.model.path", "algorithm.critic.model"),
+        ("reward_model.model.path", "reward.scorers"),
+        ("val_kwargs.n", "evaluation.samples"),
+        ("val_kwargs.temperature", "evaluation.temperature"),
+        ("reward.model", "reward.scorers"),
+        ("policy.path", "policy.model"),
+    ],
+)
+def test_a_name_with_two_meanings_has_that_of_its_table(key: str, ours: str) -> None:
+    for text in (message(key), message(key, flag=True)):
+        assert re.search(rf"'s '[\w.]+' is {re.escape(ours)}(?![\w.])", text)
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["evaluation.n", "evaluation.top_p", "evaluation.lr", "algorithm.critic.lr", "evaluation.limit", "run.timeout"]
+    + ["rollout.max_tokens", "trainer.offload_optimizer", "optim.weight_decay", "optimizer.weight_decay"],
+)
+def test_no_setting_is_suggested_that_would_change_something_else(key: str) -> None:
+    for text in (message(key), message(key, flag=True)):
+        assert "; known here: " in text
+
+
 def test_a_value_in_place_of_a_table_names_its_settings() -> None:
     assert "policy.lora.rank" in message("policy.lora")
 

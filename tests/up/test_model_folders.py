@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from penstock.services.cli.__main__ import main
+from penstock.services.up.requirements import check_architecture
 from penstock.shared.errors import SettingsError
 from penstock.shared.model.model_source import check_trained
 from tests.support.model_folders import write_model, write_safetensors
@@ -72,6 +73,11 @@ def a_folder_of_checkpoints(folder: Path) -> None:
     (folder / "config.json").rename(folder / "checkpoint-100" / "config.json")
 
 
+def another_tokenizer(folder: Path) -> None:
+    write("config.json", '{"vocab_size": 2}')(folder)
+    write("tokenizer.json", '{"model": {"vocab": {"a": 0, "b": 1, "c": 2}}}')(folder)
+
+
 HEADER = '{"w": {"data_offsets": [0, 1e999]}}'
 DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "no tokenizer": (
@@ -105,6 +111,21 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "quantised weights": (
         write("config.json", '{"quantization_config": {"quant_method": "gptq"}}'),
         "expected a model to train in '{model}', found a quantised one (gptq in config.json): save it dequantised, or change "
+        "policy.model",
+    ),
+    "a vision-language model": (
+        write("config.json", '{"model_type": "qwen2_vl", "architectures": ["Qwen2VLForConditionalGeneration"]}'),
+        "expected a causal language model in '{model}', found model_type 'qwen2_vl' in config.json, another kind of model: "
+        "change policy.model",
+    ),
+    "an unknown architecture": (
+        write("config.json", '{"model_type": "nonesuch", "architectures": ["NonesuchForCausalLM"]}'),
+        "expected a causal language model in '{model}', found model_type 'nonesuch' in config.json, which the installed "
+        "transformers does not know: change policy.model",
+    ),
+    "a tokenizer of another model": (
+        another_tokenizer,
+        "expected a tokenizer of at most the model's 2 tokens, found 3: it is another model's; change policy.tokenizer or "
         "policy.model",
     ),
     "a config that is cut off": (
@@ -167,6 +188,22 @@ def test_up_refuses_the_folder_before_it_makes_a_run(
     assert main(["up", str(run(tmp_path))]) == 2
     assert capsys.readouterr().err == f"penstock up: {sentence.format(model=model, whole=whole)}\n"
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]},
+        {"model_type": "gpt-sw3", "architectures": ["GPT2LMHeadModel"]},
+        {"model_type": "gemma3_text"},
+        {"model_type": "own", "auto_map": {"AutoModelForCausalLM": "own.Own"}},
+    ],
+)
+def test_a_model_that_transformers_loads_is_not_refused_by_its_config(
+    tmp_path: Path, config: dict[str, object]
+) -> None:
+    write("config.json", json.dumps(config))(write_model(tmp_path / "model"))
+    check_architecture("policy.model", str(tmp_path / "model"))
 
 
 @pytest.mark.parametrize(("rows", "flags"), [(MESSAGES, []), (None, ["--data.system", "Add."])], ids=["rows", "system"])

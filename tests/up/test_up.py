@@ -9,6 +9,7 @@ import textwrap
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -19,8 +20,9 @@ from penstock.services.up.display import summary
 from penstock.services.up.display.view import duration, spark
 from penstock.services.up.plan import services
 from penstock.services.up.prepare import prepare
-from penstock.services.up.process import Restarts, how
+from penstock.services.up.process import ProcessFailure, Restarts, how
 from penstock.services.up.process_tree import is_alive
+from penstock.services.up.supervisor import Supervisor
 from penstock.shared.bus import embedded
 from penstock.shared.bus.bus import Bus
 from penstock.shared.errors import SettingsError
@@ -347,6 +349,7 @@ def _runs(process: psutil.Process, script: str) -> bool:
 UNWATCHED = """
 import asyncio, logging, os, sys
 from pathlib import Path
+from typing import Any
 import psutil
 from penstock.services.up.process import Child, ProcessPlan, Restarts, Surroundings
 from tests.conftest import until
@@ -407,6 +410,17 @@ async def test_wrong_settings_of_a_service_end_the_run_with_its_sentence(up: Up)
     assert (earlier.parent / "latest").readlink() == Path("earlier")  # not the run that never began
     assert "ENDING 2 expected a scorer, found none: change reward.scorers" in output
     assert "Traceback" not in output
+
+
+async def test_a_run_that_several_services_refuse_says_once_why_it_stops(tmp_path: Path) -> None:
+    async def unasked(*_: object) -> Any:
+        raise AssertionError
+
+    said: list[str] = []
+    supervised = Supervisor(tmp_path, [], "", Restarts(), said.append, unasked, unasked)
+    for service in ("trainer", "rollout"):
+        supervised._fail(ProcessFailure(f"{service}: it does not fit", 2))
+    assert said == ["stopping: trainer: it does not fit"]
 
 
 async def test_wrong_settings_of_a_rank_are_the_sentence_alone_whatever_its_launcher_says_besides(up: Up) -> None:

@@ -14,18 +14,21 @@ from penstock.services.coordinator.evaluation.results import sentence
 from penstock.services.offline.stored import Stored, stored_version
 from penstock.services.up.display import console
 from penstock.shared.errors import SettingsError
-from penstock.shared.settings import SETTINGS_FILE, load, load_run
+from penstock.shared.settings import SETTINGS_FILE, Settings, load, load_run
 from penstock.shared.settings.evaluation import HeldOutSet
 
 
 def run(source: Path, flags: Sequence[str], version: str, problems: int | None, *, as_json: bool) -> None:
     """Evaluate and print. Raises PenstockError."""
-    from penstock.services.offline.evaluation import evaluate
+    number = export.number(version)
+    settings = _settings(source, flags, number)
+    if not settings.evaluation.held_out:
+        raise SettingsError("there is no held-out set: set evaluation.path, such as --evaluation.path heldout.jsonl")
+    from penstock.services.offline.evaluation import evaluate  # imports the model libraries
 
     logging.getLogger("penstock.services.coordinator").addHandler(logging.NullHandler())  # bad rows are named below
-    number = export.number(version)
     with contextlib.ExitStack() as opened:
-        stored = _stored(source, flags, number, opened)
+        stored = _stored(source, settings, number, opened)
         settings = opened.enter_context(fresh_executor(stored.settings))
         results = evaluate(settings, stored.version, stored.step, problems, _name_bad_rows)
     if as_json:
@@ -43,14 +46,16 @@ def _name_bad_rows(held_set: HeldOutSet, problems: Dataset) -> None:
         console.warn(held_out_rows(held_set, problems))
 
 
-def _stored(source: Path, flags: Sequence[str], version: int | None, opened: contextlib.ExitStack) -> Stored:
+def _settings(source: Path, flags: Sequence[str], version: int | None) -> Settings:
     if source.is_dir():
         place = load_run(source).run
-        settings = load(source / SETTINGS_FILE, flags, environment={})
-        settings = settings.model_copy(update={"run": place})
-        if settings.policy.model == load_run(source).policy.model:
-            return opened.enter_context(stored_version(settings, version))
-        return Stored(settings, 0, 0)
+        return load(source / SETTINGS_FILE, flags, environment={}).model_copy(update={"run": place})
     if version is not None:
         raise SettingsError("--version is for a run's folder: leave it out, or give the folder instead of a TOML file")
-    return Stored(load(source, flags), 0, 0)
+    return load(source, flags)
+
+
+def _stored(source: Path, settings: Settings, version: int | None, opened: contextlib.ExitStack) -> Stored:
+    if source.is_dir() and settings.policy.model == load_run(source).policy.model:
+        return opened.enter_context(stored_version(settings, version))
+    return Stored(settings, 0, 0)

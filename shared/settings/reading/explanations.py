@@ -2,13 +2,14 @@
 
 import dataclasses
 import difflib
+import json
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from pydantic import BaseModel
 
-from penstock.shared.settings.reading.other_names import meaning_elsewhere
+from penstock.shared.settings.reading.other_names import fits, meaning_elsewhere
 from penstock.shared.settings.reading.replaced import replacement
 from penstock.shared.settings.root import Settings
 from penstock.shared.text.redaction import redacted
@@ -22,8 +23,8 @@ _FORMS = {
     "string_type": "text",
 }
 _MOST_HINTS, _MOST_HOMES = 8, 3
-_TYPING_ERROR = 0.85
-"""How similar two names are then, by difflib's ratio."""
+_TYPING_ERROR, _SHORT_TYPING_ERROR = 0.85, 0.75
+"""How similar two names are then, by difflib's ratio, and two short names of one table."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -97,34 +98,42 @@ def explanation(problems: Sequence[Problem]) -> str:
 
 def meant(key: str, known: Sequence[str] = ()) -> str:
     """Return what an unknown ``key`` may be: another framework's name, a typing error, or a name of another table; else ""."""
-    name = key.rpartition(".")[2].replace("-", "_")
+    table, _, name = key.replace("-", "_").rpartition(".")
     if elsewhere := meaning_elsewhere(key):
         return elsewhere
     typed = difflib.get_close_matches(name, known, n=1, cutoff=_TYPING_ERROR)
-    homes = _homes(name)[:_MOST_HOMES]
-    meanings = typed or homes or difflib.get_close_matches(name, known, n=1)
-    return f"did you mean {' or '.join(map(repr, meanings))}?" if meanings else ""
+    homes = [home for home in _homes(name, exactly=bool(table)) if fits(key, home)]
+    meanings = typed or homes or difflib.get_close_matches(name, known, n=1, cutoff=_SHORT_TYPING_ERROR)
+    meanings = meanings or [each for each in known if set(name.split("_")) < set(each.split("_"))]
+    return f"did you mean {' or '.join(map(repr, meanings[:_MOST_HOMES]))}?" if meanings else ""
 
 
 def _hint(key: str, given: object, known: Sequence[str]) -> str:
     if hints := list(dict.fromkeys(_elsewhere(key, given))):
         return "; ".join(hints[:_MOST_HINTS])
-    return meant(key, known) or f"known here: {', '.join(known)}"
+    if isinstance(given, Mapping):  # no setting, but a table
+        close = difflib.get_close_matches(key.rpartition(".")[2], known, n=1, cutoff=_SHORT_TYPING_ERROR)
+        meaning = f"did you mean {close[0]!r}?" if close else ""
+    else:
+        meaning = meant(key, known)
+    return meaning or f"known here: {', '.join(known)}"
 
 
 def _elsewhere(key: str, value: object) -> Iterator[str]:
-    """Yield what other frameworks' names mean: of a table, those in it or else its own."""
-    inner = value if isinstance(value, Mapping) else {}
-    hints = [hint for name, part in inner.items() for hint in _elsewhere(f"{key}.{name}", part)]
-    yield from hints or filter(None, [meaning_elsewhere(key)])
+    """Yield what other frameworks' names mean; of a table, those in it."""
+    if isinstance(value, Mapping):
+        for name, part in value.items():
+            yield from _elsewhere(f"{key}.{name}", part)
+    elif meaning := meaning_elsewhere(key):
+        yield meaning
 
 
-def _homes(name: str) -> list[str]:
-    """Return the settings called ``name``, or else so that it is a typing error; those of items of a list are not looked at."""
+def _homes(name: str, *, exactly: bool) -> list[str]:
+    """Return the settings called ``name`` or, unless ``exactly``, so that it is a typing error; not those of a list's items."""
     by_name: dict[str, list[str]] = {}
     for setting in _all_settings(Settings):
         by_name.setdefault(setting.rpartition(".")[2], []).append(setting)
-    close = difflib.get_close_matches(name, by_name, n=1, cutoff=_TYPING_ERROR)
+    close = [] if exactly else difflib.get_close_matches(name, by_name, n=1, cutoff=_TYPING_ERROR)
     return by_name.get(name) or (by_name[close[0]] if close else [])
 
 
@@ -143,7 +152,7 @@ def _expectation(problem: Problem) -> str:
         fields = [f"{problem.key}.{field}" for field in tables[0].model_fields]
         return f"a table ({', '.join(fields[:_MOST_HINTS])}{', …' if fields[_MOST_HINTS:] else ''})"
     if problem.type in _FORMS:
-        return _FORMS[problem.type]
+        return _FORMS[problem.type] + (_example(problem, name) if _FORMS[problem.type] == "a list" else "")
     if problem.type == "too_short":
         return f"{problem.context['min_length']} or more items"
     if problem.type == "string_pattern_mismatch":
@@ -153,6 +162,19 @@ def _expectation(problem: Problem) -> str:
         if message.startswith(start):
             return message.removeprefix(start)
     return message[:1].lower() + message[1:]
+
+
+def _example(problem: Problem, name: str) -> str:
+    """Return how a list is written: its default or, if that is empty, what was given as its item."""
+    fields = [model.model_fields[name] for model in problem.models if name in model.model_fields]
+    default = fields[0].default if len(fields) == 1 else None
+    given = [problem.input] if isinstance(problem.input, str | int | float) else []
+    items = list(default) if isinstance(default, tuple) and default else given
+    if not items or any(table for field in fields for table in _tables(field.annotation)):
+        return ""
+    if isinstance(problem.input, str) and problem.input.startswith("["):
+        return ", with quotes around it for the shell"
+    return f" such as {redacted(json.dumps(items, ensure_ascii=False))}"
 
 
 def _known_kinds(problem: Problem) -> str:

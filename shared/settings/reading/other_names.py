@@ -1,11 +1,13 @@
-"""What settings of TRL, verl and OpenRLHF are called here, for the message about an unknown key.
+"""What settings of other frameworks are called here, for the message about an unknown key.
 
 Names and meanings are those of TRL 1.16 (`GRPOConfig`, and the arguments of `GRPOTrainer` and `LoraConfig`), verl 0.8
-(`ppo_trainer.yaml`) and OpenRLHF 0.8 (`train_ppo_ray`). docs/from-trl.md has TRL's with remarks.
+(`ppo_trainer.yaml`) and OpenRLHF 0.8 (`train_ppo_ray`); of the others, those that resemble another setting here.
+docs/from-trl.md has TRL's with remarks.
 """
 
 from collections.abc import Iterator, Mapping
 
+_EPOCHS = "run.steps; the data repeat, and algorithm.epochs are passes over a batch"
 _KL = "algorithm.kl.coefficient"
 _LENGTH = "rollout.vllm.max_model_len, for prompt and completion together; prompts are never cut"
 _PRECISION = "policy.dtype"
@@ -17,7 +19,7 @@ OTHER_NAMES: Mapping[str, Mapping[str, str]] = {
     "TRL": {
         "adam_beta1": "trainer.adam_betas",
         "adam_beta2": "trainer.adam_betas",
-        "beta": _KL,
+        "beta": f"{_KL}, or algorithm.dpo_beta",
         "bf16": _PRECISION,
         "chat_template_kwargs": "data.chat_template",
         "dataset": "data.path",
@@ -49,7 +51,7 @@ OTHER_NAMES: Mapping[str, Mapping[str, str]] = {
         "num_generations": "sampling.group_size",
         "num_generations_eval": "evaluation.samples",
         "num_iterations": "algorithm.epochs",
-        "num_train_epochs": "run.steps; the data repeat",
+        "num_train_epochs": _EPOCHS,
         "optim": "trainer.optimizer",
         "output_dir": "run.folder",
         "peft_config": "policy.lora.rank",
@@ -89,11 +91,14 @@ OTHER_NAMES: Mapping[str, Mapping[str, str]] = {
         "clip_ratio_c": "algorithm.clip, its third number",
         "clip_ratio_high": "algorithm.clip",
         "clip_ratio_low": "algorithm.clip",
-        "custom_reward_function": f'{_SCORERS}, with kind = "python"',
+        "critic.model.path": "algorithm.critic.model",
+        "critic.optim.lr": "algorithm.critic.learning_rate",
+        "custom_reward_function.name": f'{_SCORERS}, with kind = "python"',
+        "custom_reward_function.path": f'{_SCORERS}, with kind = "python"',
         "default_local_dir": "run.folder",
         "entropy_coeff": "algorithm.entropy_bonus",
         "experiment_name": "run.id",
-        "filter_groups": "algorithm.dynamic_sampling",
+        "filter_groups.enable": "algorithm.dynamic_sampling",
         "gamma": "not needed: the discount is 1",
         "gpu_memory_utilization": f"{_VLLM}.gpu_memory_utilization",
         "grad_clip": "trainer.max_grad_norm",
@@ -114,25 +119,28 @@ OTHER_NAMES: Mapping[str, Mapping[str, str]] = {
         "n_gpus_per_node": "trainer.ranks",
         "nnodes": "trainer.nodes",
         "norm_adv_by_std_in_grpo": "algorithm.advantage",
-        "overlong_buffer": "algorithm.overlong",
+        "overlong_buffer.len": "algorithm.overlong",
         "ppo_epochs": "algorithm.epochs",
         "ppo_max_token_len_per_gpu": "trainer.micro_batch_tokens",
         "ppo_micro_batch_size_per_gpu": "trainer.micro_batch_tokens",
         "ppo_mini_batch_size": "algorithm.minibatches, as a number of updates",
         "project_name": "tracking.project",
         "prompt_key": "data.prompt_field",
+        "reward_model.model.path": f'{_SCORERS}, with kind = "model"',
         "response_length": "sampling.max_new_tokens",
         "rollout.name": "rollout.engine",
         "save_freq": "trainer.checkpoint_every_steps",
         "staleness_threshold": "algorithm.max_lag, in steps",
         "tensor_model_parallel_size": f"{_VLLM}.tensor_parallel_size",
         "test_freq": "evaluation.every_steps",
-        "total_epochs": "run.steps; the data repeat",
+        "total_epochs": _EPOCHS,
         "total_training_steps": "run.steps",
         "train_batch_size": "algorithm.groups_per_step",
         "train_files": "data.path",
         "use_kl_in_reward": 'algorithm.kl.estimator = "k1"',
         "use_kl_loss": 'algorithm.kl.estimator = "k3"',
+        "val_kwargs.n": "evaluation.samples",
+        "val_kwargs.temperature": "evaluation.temperature",
         "val_files": "evaluation.path",
     },
     "OpenRLHF": {
@@ -161,12 +169,12 @@ OTHER_NAMES: Mapping[str, Mapping[str, str]] = {
         "lr_scheduler": "trainer.schedule",
         "lr_warmup_ratio": _WARMUP,
         "max_ckpt_num": "trainer.keep_last",
-        "max_epochs": "algorithm.epochs",
+        "max_epochs": "algorithm.epochs, passes over a batch; the data repeat until run.steps",
         "max_len": _LENGTH,
         "micro_rollout_batch_size": "rollout.max_groups, in groups",
         "micro_train_batch_size": "trainer.micro_batch_tokens",
         "n_samples_per_prompt": "sampling.group_size",
-        "num_episodes": "run.steps; the data repeat",
+        "num_episodes": _EPOCHS,
         "packing_samples": "trainer.packing",
         "pretrain": "policy.model",
         "prompt_data": "data.path",
@@ -177,8 +185,48 @@ OTHER_NAMES: Mapping[str, Mapping[str, str]] = {
         "save_path": "run.folder",
         "vllm_num_engines": "rollout.replicas",
     },
+    "NeMo RL": {
+        "max_num_epochs": _EPOCHS,
+        "max_num_steps": "run.steps",
+        "model_name": "policy.model",
+        "num_generations_per_prompt": "sampling.group_size",
+        "num_prompts_per_step": "algorithm.groups_per_step",
+    },
+    "AReaL": {
+        "actor.path": "policy.model",
+        "max_head_offpolicyness": "algorithm.max_lag, in steps",
+        "n_samples": "sampling.group_size",
+        "total_train_epochs": _EPOCHS,
+    },
+    "prime-rl": {
+        "max_async_level": "algorithm.max_lag, in steps",
+        "rollouts_per_example": "sampling.group_size",
+    },
+    "another trainer": {
+        **dict.fromkeys(("epochs", "n_epochs", "num_epochs", "train_epochs"), _EPOCHS),
+        "policy.path": "policy.model",
+        "reward.model": f'{_SCORERS}, with kind = "model"',
+    },
 }
 """By framework and name, or the end of a dotted name: the setting here, and what differs."""
+_APART = {
+    "critic": "algorithm.critic.",
+    "eval": "evaluation.",
+    "evaluation": "evaluation.",
+    "reward": "reward.",
+    "reward_model": "reward.",
+    "val_kwargs": "evaluation.",
+}
+"""Tables whose names, such as ``temperature`` and ``lr``, are not those of training: what they mean is in these tables."""
+
+
+def fits(key: str, meaning: str) -> bool:
+    """Return whether ``meaning`` may be what ``key`` means, by the table of each.
+
+    >>> fits("evaluation.top_p", "sampling.top_p"), fits("trainer.seed", "run.seed")
+    (False, True)
+    """
+    return all(_APART.get(table, "") in meaning for table in key.lower().split(".")[:-1])
 
 
 def meaning_elsewhere(key: str) -> str:
@@ -189,7 +237,7 @@ def meaning_elsewhere(key: str) -> str:
     """
     for name in _endings(key.lower().replace("-", "_")):
         for framework, names in OTHER_NAMES.items():
-            if name in names:
+            if name in names and fits(key, names[name]):
                 return f"{framework}'s {name!r} is {names[name]}"
     return ""
 

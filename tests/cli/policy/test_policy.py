@@ -92,6 +92,7 @@ def test_a_conversation_is_read_by_lines_and_a_refused_one_ends_nothing(
             2,
             "expected a tokenizer with a chat template",
         ),
+        (["eval", "RUN", "--version", "7", "--evaluation.path="], 2, "there is no held-out set: set evaluation.path"),
         (["eval", "RUN", "--version", "7"], 1, "there are no weights of version 7"),
         (["push", "mine", "RUN"], 2, "and '.', found 'mine'"),
         (["push", "a b/c", "RUN"], 2, "each of letters, digits, '-', '_' and '.', found 'a b/c'"),
