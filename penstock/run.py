@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import json
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,6 +16,7 @@ from penstock.services.client.policy import LivePolicy
 from penstock.services.client.views import PolicyView, ReplicaView, RunView
 from penstock.services.coordinator.records.jsonl import read
 from penstock.shared.errors import PenstockError
+from penstock.shared.files.durable import read_object
 from penstock.shared.settings import Settings, load_run
 
 if TYPE_CHECKING:
@@ -279,7 +279,7 @@ class Run:
         if not self.folder.parts:
             return None
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            summary = json.loads((self.folder / "summary.json").read_text(encoding="utf-8"))
+            summary = read_object(self.folder / "summary.json")
             step, steps = summary["steps"], self.settings.run.steps
             seen = RunView(run_id=summary["run_id"], state=summary["state"], step=step, steps=steps)
             return seen if seen.ended else None

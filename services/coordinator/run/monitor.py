@@ -197,7 +197,7 @@ class Monitor:
         status, settings, views = look.status, self._live.settings, self._evaluation_views
         keys = {(evaluation.version, evaluation.set): evaluation for evaluation in look.evaluations}
         views = self._evaluation_views = {key: views.get(key) or evaluation_view(keys[key]) for key in keys}
-        steps, replicas = settings.run.steps, self.replicas
+        steps = settings.run.steps
         newest = self._history[-1] if self._history else None
         metrics = {} if newest is None else numbers(newest.metrics)
         return RunView(
@@ -214,7 +214,7 @@ class Monitor:
                 look.evaluations,
                 self.beats(),
                 [
-                    *silent(replicas.silent(), replicas.bus_refuses_s(), status, no_space(settings.run_folder)),
+                    *self._silent(status),
                     *changed_code(look.changes),
                     *dead_letters(look.dead, self._dead_reason, status),
                     *too_long(self._history, look.counts.get("dropped:too_long", 0)),
@@ -253,6 +253,11 @@ class Monitor:
             bus=self._bus.server,
             settings_revision=self._live.revision,
         )
+
+    def _silent(self, status: RunStatus) -> list[NoticeView]:
+        refuses_s = self.replicas.bus_refuses_s()
+        full = "" if refuses_s is None else no_space(self._live.settings.run_folder)
+        return silent(self.replicas.silent(), refuses_s, status, full)
 
     def _set_gauges(self, view: RunView) -> None:
         for name, depth in view.streams.items():
