@@ -78,6 +78,7 @@ async def _run_rank_0(settings: Settings, replica: str) -> int:
 async def _has_place(context: Context, place: Place) -> bool:
     """Wait while the trainer that took this one's place is alive; return False if this one stops first."""
     while other := await place.occupant():
+        context.status.values["stored"] = 1.0  # it has nothing that is not stored
         if not context.status.start.activity.endswith(other):
             context.status.start.begin(f"waiting for the end of the other trainer, {other}")
             detail = f"{other} has taken this one's place and is alive: {context.replica} waits until it ends; stop one of them"
@@ -85,6 +86,7 @@ async def _has_place(context: Context, place: Place) -> bool:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(context.stop.wait(), TURN_S)
             return False
+    context.status.values.pop("stored", None)
     return True
 
 

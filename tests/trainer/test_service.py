@@ -516,7 +516,7 @@ async def test_the_newer_of_two_trainers_takes_the_place_once_and_the_older_one_
         async def waits() -> bool:
             beat = await heartbeat_of(bus, "trainer-old")
             other = f"waiting for the end of the other trainer, trainer-new (process {new.pid} on "
-            return beat is not None and beat.activity.startswith(other)
+            return beat is not None and beat.activity.startswith(other) and beat.values["stored"] == 1.0
 
         await until(waits)
         await feed(bus, 0, GROUPS)
@@ -526,6 +526,9 @@ async def test_the_newer_of_two_trainers_takes_the_place_once_and_the_older_one_
         await feed(bus, GROUPS, GROUPS)
         await run.reaches(ledger, 2, old)
         assert await ledger.epochs() == (3, 0)
+        beat = await heartbeat_of(bus, "trainer-old")
+        assert beat is not None
+        assert "stored" not in beat.values
 
 
 @pytest.mark.slow
