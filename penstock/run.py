@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from penstock.services.offline.policy import StoredPolicy
 
 _POLL_S = 0.3
+_SILENCE_S = 300.0
+"""A restarted coordinator answers within seconds, a pod on another node within minutes."""
 _PAGE = 100
 
 
@@ -137,19 +139,20 @@ class Run:
             self._process.stop()
         self._client = None
 
-    def wait(self) -> RunView:
+    def wait(self, *, silence_s: float = _SILENCE_S) -> RunView:
         """Wait until the run has ended; return its last state.
+
+        Args:
+            silence_s: how long its coordinator may be away.
 
         Raises:
             RunFailed: the run's processes ended.
-            Unreachable: it neither runs nor has ended.
+            Unreachable: it neither runs nor has ended, or its coordinator was away for longer.
         """
         seen = self.status()
         while not seen.ended:
             time.sleep(_POLL_S)
-            if (newer := self._look() or self._last()) is None:
-                self._check_process()
-            seen = newer or seen
+            seen = self._answered(silence_s)
         if self._process is not None:
             self._process.wait()
         return seen
@@ -173,19 +176,24 @@ class Run:
         """Return the live replicas of all services."""
         return self._coordinator().replicas()
 
-    def steps(self, *, follow: bool = True) -> Iterator[Step]:
+    def steps(self, *, follow: bool = True, silence_s: float = _SILENCE_S) -> Iterator[Step]:
         """Yield every step, oldest first; with ``follow``, until the run ends. After a rollback, steps come again.
+
+        Args:
+            silence_s: how long the coordinator of a run that is followed may be away.
 
         Raises:
             RunFailed: the run's processes ended.
+            Unreachable: the coordinator was away for longer.
         """
-        last = (0, 0)
+        last, seen = (0, 0), self._look()
+        ended = not follow or (seen.ended if seen is not None else self._process is None)
         while True:
-            ended = self._ended()
-            for row in self._rows_after(last):
+            ended = ended or self._answered(silence_s).ended
+            for row in self._rows_after(last, ended):
                 last = _place(row)
                 yield _step(row)
-            if ended or not follow:
+            if ended:
                 return
             time.sleep(_POLL_S)
 
@@ -285,14 +293,20 @@ class Run:
             return seen if seen.ended else None
         return None
 
-    def _ended(self) -> bool:
-        if (seen := self._look()) is not None:
-            return seen.ended
-        self._check_process()
-        return self._process is None or self._last() is not None
+    def _answered(self, silence_s: float) -> RunView:
+        """Return the run's state; its coordinator may be away for ``silence_s``."""
+        since_s = time.monotonic()
+        while True:
+            try:
+                return self.status()
+            except Unreachable as error:
+                self._check_process()
+                if time.monotonic() - since_s >= silence_s:
+                    raise Unreachable(f"the run has not answered for {silence_s:g} s: {error}") from error
+            time.sleep(_POLL_S)
 
-    def _rows_after(self, last: tuple[int, int]) -> list[dict[str, Any]]:
-        """Return reports of steps, oldest first: from the coordinator, or from the files of a run that has ended."""
+    def _rows_after(self, last: tuple[int, int], ended: bool) -> list[dict[str, Any]]:
+        """Return reports of steps, oldest first: from the coordinator, or from the files of a run without one."""
         rows: list[dict[str, Any]] = []
         try:
             client, query = self._coordinator(), dict[str, str]()
@@ -304,9 +318,11 @@ class Run:
                     return rows[::-1]
                 query = {"cursor": page["next"]}
         except Unreachable:
-            if not self.folder.parts:
+            if self.folder.parts:
+                return [row for row in _recorded(self.folder / "metrics.jsonl") if _place(row) > last]
+            if ended:
                 raise
-            return [row for row in _recorded(self.folder / "metrics.jsonl") if _place(row) > last]
+            return []
 
     def _command(self, name: str, **body: str) -> None:
         client = self._coordinator()

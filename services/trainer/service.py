@@ -18,7 +18,7 @@ from penstock.services.trainer.launcher import LAUNCHER
 from penstock.services.trainer.rank0.driver import Driver
 from penstock.services.trainer.rank0.mailbox.commands import TURN_S
 from penstock.services.trainer.rank0.mailbox.queues import Mailbox, NoMailbox
-from penstock.shared.bus.stores.replicas.heartbeats import replacement
+from penstock.shared.bus.stores.replicas.place import Place
 from penstock.shared.placement.turns import trainer_turns
 from penstock.shared.process import log
 from penstock.shared.process.endpoints import Endpoints
@@ -56,16 +56,18 @@ async def run(settings: Settings, replica: str) -> int:
 
 async def _run_rank_0(settings: Settings, replica: str) -> int:
     async with serve(settings, "trainer", replica) as context:
-        if not await _has_place(context):
+        place = Place(context.bus, replica, settings.internal.heartbeat_s)
+        if not await _has_place(context, place):
             return settings.internal.stopped_exit_status
         context.status.start.begin("waiting for the device")
         async with trainer_turns(context) as turns:
             while not await turns.acquire(1.0):  # the other ranks wait for this one before they load
                 if context.stop.is_set():
                     return settings.internal.stopped_exit_status
+                await place.renew()
             context.status.start.begin("importing torch")
             mailbox = Mailbox()
-            driver = Driver(context, mailbox, turns)
+            driver = Driver(context, mailbox, turns, place)
             training = asyncio.to_thread(_train, context, mailbox)
             for error in await asyncio.gather(driver.run(), training, return_exceptions=True):
                 if error is not None:
@@ -73,9 +75,10 @@ async def _run_rank_0(settings: Settings, replica: str) -> int:
             return 0 if driver.finished else settings.internal.stopped_exit_status
 
 
-async def _has_place(context: Context) -> bool:
+async def _has_place(context: Context, place: Place) -> bool:
     """Wait while the trainer that took this one's place is alive; return False if this one stops first."""
-    while other := await replacement(context.bus, context.service, context.replica):
+    while other := await place.occupant():
+        context.status.values["stored"] = 1.0  # it has nothing that is not stored
         if not context.status.start.activity.endswith(other):
             context.status.start.begin(f"waiting for the end of the other trainer, {other}")
             detail = f"{other} has taken this one's place and is alive: {context.replica} waits until it ends; stop one of them"
@@ -83,6 +86,7 @@ async def _has_place(context: Context) -> bool:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(context.stop.wait(), TURN_S)
             return False
+    context.status.values.pop("stored", None)
     return True
 
 

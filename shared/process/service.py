@@ -26,6 +26,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+import psutil
+
 from penstock.shared.bus.bus import Bus
 from penstock.shared.bus.client import connection
 from penstock.shared.bus.messages import Json
@@ -141,6 +143,7 @@ async def serve(settings: Settings, service: str, replica: str) -> AsyncIterator
 
     A hanging shutdown (e.g. the bus is gone) is ended ``_LEAVE_S`` after ``bus.drain_s``.
     """
+    starters = _starters()
     stop, told_to_stop = _listen_for_stop(settings.bus.drain_s)
     TRACES.start(settings.run.id, service, replica)
     status = Status(gpus=held_gpus(settings, service, os.environ))
@@ -168,6 +171,7 @@ async def serve(settings: Settings, service: str, replica: str) -> AsyncIterator
     beating = asyncio.Event()
     beats, body = asyncio.create_task(presence.run(beating)), asyncio.current_task()
     noting = asyncio.create_task(presence.note_told(stop))
+    leaving = asyncio.create_task(_leave(stop, settings, bus, starters))
     assert body is not None
     # a service without heartbeats counts as gone, and hears of no change
     beats.add_done_callback(lambda beats: body.cancel() if _error_of(beats) is not None else None)
@@ -177,20 +181,33 @@ async def serve(settings: Settings, service: str, replica: str) -> AsyncIterator
             opened(bus, settings, service, replica, own_host(settings), secret) as status.shelf,
         ):
             yield Context(settings, service, replica, bus, status, stop, live, cordon, secret)
-        with contextlib.suppress(TimeoutError):
+        with contextlib.suppress(TimeoutError, BusUnavailable):
             async with asyncio.timeout(2.0):
                 await presence.leave()
     finally:
         beating.set()
         beats.cancel()
         noting.cancel()
-        await asyncio.wait([beats, noting])
+        leaving.cancel()
+        await asyncio.gather(beats, noting, leaving, return_exceptions=True)
         await asyncio.to_thread(TRACES.stop)
         endpoints.close()
         await bus.close()
         _end_after(0.0)
         if (error := _error_of(beats)) is not None:
             raise error
+
+
+def _starters() -> list[int]:
+    """Return the ids of the parent and of its own, one of which may be ``penstock up``; the kernel replaces dead ones."""
+    return [process.pid for process in psutil.Process().parents()[:2]]
+
+
+async def _leave(stop: asyncio.Event, settings: Settings, bus: Bus, starters: list[int]) -> None:
+    """Do not wait for the bus of a ``penstock up`` that was killed: the kernel stops both it and this process."""
+    await stop.wait()
+    if settings.bus.url.startswith("unix:") and _starters() != starters:
+        bus.wait_no_more()
 
 
 def _error_of(task: asyncio.Task[None]) -> BaseException | None:

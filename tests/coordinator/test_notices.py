@@ -14,6 +14,7 @@ from rich.console import Console
 from penstock.services.client.views import Notice, ReplicaView, RunView, StreamDepth
 from penstock.services.coordinator.api.app import make_app
 from penstock.services.coordinator.evaluation.results import Evaluation
+from penstock.services.coordinator.run.monitor import Monitor
 from penstock.services.coordinator.run.notices import compose, notice, silent
 from penstock.services.coordinator.run.replicas import Replicas
 from penstock.services.coordinator.schemas.run import GuardView
@@ -23,6 +24,9 @@ from penstock.shared.bus.bus import Bus
 from penstock.shared.bus.stores.policy.ledger import Ledger, RunState, RunStatus, read_status
 from penstock.shared.bus.stores.policy.rollback import ON_REQUEST, ROLLED_BACK, ROLLING_BACK
 from penstock.shared.bus.stores.replicas.heartbeats import SERVICE, Heartbeat, PartFailure, beat_once, note_left
+from penstock.shared.bus.stores.replicas.live_settings import Live
+from penstock.shared.process.telemetry import Status
+from penstock.shared.settings import Settings
 from tests.support.coordinator_players import make, settings
 from tests.support.raw_redis import raw
 
@@ -251,7 +255,9 @@ async def test_a_new_coordinator_sees_whether_a_replica_started_after_anothers_l
     assert await fleet.live(5, "coordinator-0", "reward-b") == silent
 
 
-async def test_no_replica_is_silent_while_the_bus_takes_no_heartbeat_nor_just_after(bus: Bus) -> None:
+async def test_no_replica_is_silent_while_the_bus_takes_no_heartbeat_nor_just_after(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fleet = Fleet(bus)
     names = ("coordinator-0", "reward-0", "reward-1")
     await fleet.live(2, *names)
@@ -261,10 +267,13 @@ async def test_no_replica_is_silent_while_the_bus_takes_no_heartbeat_nor_just_af
     assert told.text.startswith(
         "the bus has taken no heartbeat of any replica for 3600 s: it answers, but refuses writes"
     )
-    (told,) = silent(
-        [], fleet.replicas.bus_refuses_s(), status(RunState.RUNNING), "no space left on the disk of runs/a"
-    )
-    assert told.text.endswith("for 3600 s: it answers, but refuses writes: no space left on the disk of runs/a")
+    monkeypatch.setattr("penstock.services.coordinator.run.monitor.no_space", lambda folder: f"{folder} is full")
+    for url, why in (("unix:///tmp/bus.sock", "runs/a is full"), ("redis://elsewhere:6379", "see its log")):
+        of = Settings.model_validate({"run": {"id": "a", "folder": "runs"}, "bus": {"url": url}})
+        monitor = Monitor(bus, Live(bus, of), Status())
+        monitor.replicas = fleet.replicas
+        (told,) = monitor._silent(status(RunState.RUNNING))
+        assert told.text.endswith(f"for 3600 s: it answers, but refuses writes: {why}")
     fleet.now_s += 600.0  # it does not answer
     assert await fleet.live(4, "coordinator-0", "reward-0") == {}
     assert fleet.replicas.bus_refuses_s() is None

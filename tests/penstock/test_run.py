@@ -2,7 +2,7 @@
 
 import http.server
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,33 @@ def recorded(folder: Path, *steps: int, first: int = 1) -> None:
     ]
     with (folder / "metrics.jsonl").open("a") as file:
         file.writelines(f"{json.dumps(line)}\n" for line in lines)
+
+
+def coordinator(*states: str, pages: Sequence[Sequence[int]] = ()) -> type[http.server.BaseHTTPRequestHandler]:
+    """Answer one state, or one page of steps, after the other; "" and an empty page, and what follows, break off."""
+    runs = iter([{"run_id": "theirs", "state": state, "step": 9, "steps": 9} if state else None for state in states])
+    steps = iter([[row_of(step) for step in page] for page in pages])
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            if self.path.startswith("/v1/run/steps"):
+                rows = next(steps, None)
+                answer: object = {"items": rows, "next": None} if rows else None
+            else:
+                answer = next(runs, None)
+            if answer is not None:
+                self.send_response(200)
+                self.end_headers()
+                self.wfile.write(json.dumps(answer).encode())
+
+        def log_message(self, *_: object) -> None:
+            """Print nothing."""
+
+    return Handler
+
+
+def row_of(step: int) -> dict[str, Any]:
+    return {"id": f"{step}-0", "step": step, "version": step, **METRICS, "metrics": {"reward_mean": step / 2}}
 
 
 @pytest.fixture
@@ -83,20 +110,7 @@ def test_a_run_that_is_not_running_says_so(folder: Path) -> None:
 
 def test_a_run_whose_coordinator_leaves_once_it_has_said_the_end_has_ended(folder: Path) -> None:
     recorded(folder, 1, 2)
-    ended = {"run_id": "mine", "state": "finished", "step": 2, "steps": 2, "closed": True}
-    answers = [json.dumps(ended).encode()]
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            if answers:
-                self.send_response(200)
-                self.end_headers()
-                self.wfile.write(answers.pop())
-
-        def log_message(self, *_: object) -> None:
-            """Print nothing."""
-
-    with served(Handler) as url:
+    with served(coordinator("finished")) as url:
         (folder / "coordinator.json").write_text(json.dumps({"url": url}))
         assert [step.step for step in penstock.Run.open(folder).steps()] == [1, 2]
 
@@ -117,19 +131,7 @@ def test_a_run_that_is_known_by_its_address_takes_nothing_from_the_folder_in_whi
 ) -> None:
     monkeypatch.chdir(folder)
     (folder / "summary.json").write_text(json.dumps({"run_id": "mine", "state": "stopped", "steps": 2}))
-    states = ["finished", "", "running", "running"]
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            if state := states.pop():
-                self.send_response(200)
-                self.end_headers()
-                self.wfile.write(json.dumps({"run_id": "theirs", "state": state, "step": 9, "steps": 9}).encode())
-
-        def log_message(self, *_: object) -> None:
-            """Print nothing."""
-
-    with served(Handler) as url:
+    with served(coordinator("running", "running", "", "finished")) as url:
         run = penstock.Run.connect(url)
         seen = run.wait()
     assert (seen.run_id, seen.state, seen.step) == ("theirs", "finished", 9)
@@ -138,9 +140,28 @@ def test_a_run_that_is_known_by_its_address_takes_nothing_from_the_folder_in_whi
             ask()
 
 
+def test_steps_are_followed_through_restarts_of_the_coordinator() -> None:
+    states = ("running", "running", "running", "", "running", "running", "", "finished")
+    with served(coordinator(*states, pages=[[1], [], [2, 1], [3, 2, 1]])) as url:
+        assert [step.step for step in penstock.Run.connect(url).steps()] == [1, 2, 3]
+
+
+def test_a_coordinator_that_has_left_for_good_is_awaited_for_the_named_time_only() -> None:
+    gone = pytest.raises(penstock.PenstockError, match="has not answered for 0 s: no coordinator answers at")
+    with served(coordinator("running", "running")) as url:
+        run = penstock.Run.connect(url)
+        with gone:
+            run.wait(silence_s=0.0)
+    with served(coordinator("running", "running", "running", pages=[[1]])) as url:
+        steps = penstock.Run.connect(url).steps(silence_s=0.0)
+        assert next(steps).step == 1
+        with gone:
+            next(steps)
+
+
 def test_steps_and_answers_are_those_of_the_api(folder: Path) -> None:
     asked: list[Any] = []
-    rows = [{"id": f"{n}-0", "step": n, "version": n, **METRICS, "metrics": {"reward_mean": n / 2}} for n in (1, 2, 3)]
+    rows = [row_of(step) for step in (1, 2, 3)]
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:

@@ -1,6 +1,7 @@
 """A service started by hand finds what it needs."""
 
 import asyncio
+import contextlib
 import json
 import signal
 import socket
@@ -76,6 +77,48 @@ def test_an_address_that_cannot_be_derived_is_refused_with_the_setting(monkeypat
         SettingsError, match=r"no route to the bus at nowhere\.invalid:6379, .*: change bus\.url, or set run\.host to"
     ):
         own_host(Settings.model_validate({"bus": {"url": "redis://nowhere.invalid"}}))
+
+
+LEAVING = """
+import asyncio, sys
+from penstock.shared.bus.stores.policy.ledger import Ledger
+from penstock.shared.process import service
+async def run(settings, replica):
+    async with service.serve(settings, "rollout", replica) as context:
+        await context.stop.wait()
+        while True:
+            await Ledger(context.bus).state()
+            await asyncio.sleep(0.01)
+sys.exit(service.main("rollout", run, sys.argv[1:]))
+"""
+
+
+def test_a_service_waits_no_longer_for_the_bus_of_an_up_that_was_killed(own_server: Server, tmp_path: Path) -> None:
+    """The kernel tells both at once; the service would wait for its bus until the time to stop is over."""
+    words = [sys.executable, "-c", LEAVING, *_config(tmp_path, own_server.url), f"--bus.drain_s={10 * PATIENCE_S}"]
+    starting = f"import subprocess; print(subprocess.Popen({words!r}, stdout=2).pid, flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", starting], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as up:
+        assert up.stdout is not None
+        service = psutil.Process(int(up.stdout.readline()))
+        asyncio.run(_beats(own_server.url))
+        up.kill()
+    try:
+        service.send_signal(signal.SIGTERM)
+        own_server.stop(signal.SIGTERM)
+        service.wait(PATIENCE_S)
+    finally:
+        with contextlib.suppress(psutil.Error):
+            service.kill()
+
+
+async def _beats(url: str) -> None:
+    bus = await Bus.connect(url, "a-run", wait_s=PATIENCE_S)
+
+    async def beats() -> bool:
+        return bool(await heartbeats(bus))
+
+    await until(beats)
+    await bus.close()
 
 
 REMAINS = ("asyncio.to_thread(threading.Event().wait)", "asyncio.create_task(stubborn())")

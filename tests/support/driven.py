@@ -20,6 +20,7 @@ from penstock.shared.bus.messages import Event, Experience
 from penstock.shared.bus.stores.policy.ledger import Ledger
 from penstock.shared.bus.stores.replicas.cordon import Cordon
 from penstock.shared.bus.stores.replicas.live_settings import Live
+from penstock.shared.bus.stores.replicas.place import Place
 from penstock.shared.bus.stores.replicas.run_secret import RunSecret
 from penstock.shared.bus.streams import EVENTS, EXPERIENCE
 from penstock.shared.placement.lease import lease_of
@@ -43,7 +44,7 @@ class Driven:
             of, "trainer", "trainer-0", bus, Status(), self.stop, Live(bus, of), cordon, RunSecret(bus)
         )
         self.mailbox = Mailbox()
-        self.driver = Driver(self.context, self.mailbox, own_devices(self.context))
+        self.driver = Driver(self.context, self.mailbox, own_devices(self.context), Place(bus, "trainer-0", 1.0))
         self.root = of.run_folder / "checkpoints"
 
     async def feed(self, batch: list[Experience]) -> None:

@@ -21,6 +21,7 @@ from penstock.shared.bus.messages import Event, PolicyVersion
 from penstock.shared.bus.stores.policy.ledger import Ledger
 from penstock.shared.bus.stores.replicas.cordon import Cordon
 from penstock.shared.bus.stores.replicas.live_settings import Live
+from penstock.shared.bus.stores.replicas.place import Place
 from penstock.shared.bus.stores.replicas.run_secret import RunSecret
 from penstock.shared.bus.stores.run.functions import (
     FUNCTIONS,
@@ -142,7 +143,7 @@ def opening(bus: Bus, folder: Path, reward: str = "") -> Opening:
     of = Settings.model_validate({"run": run, "algorithm": {"loss": "code_under_test:loss"}, "reward": scorers})
     cordon, secret = Cordon(bus, "trainer-0", lambda: None), RunSecret(bus)
     context = Context(of, "trainer", "trainer-0", bus, Status(), asyncio.Event(), Live(bus, of), cordon, secret)
-    return Opening(context, Branch(bus), Retention(of, bus))
+    return Opening(context, Place(bus, "trainer-0", 1.0), Branch(bus), Retention(of, bus))
 
 
 async def events(bus: Bus) -> list[str]:

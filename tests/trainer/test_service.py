@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import signal
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -514,7 +515,8 @@ async def test_the_newer_of_two_trainers_takes_the_place_once_and_the_older_one_
 
         async def waits() -> bool:
             beat = await heartbeat_of(bus, "trainer-old")
-            return beat is not None and beat.activity == "waiting for the end of the other trainer, trainer-new"
+            other = f"waiting for the end of the other trainer, trainer-new (process {new.pid} on "
+            return beat is not None and beat.activity.startswith(other) and beat.values["stored"] == 1.0
 
         await until(waits)
         await feed(bus, 0, GROUPS)
@@ -524,7 +526,43 @@ async def test_the_newer_of_two_trainers_takes_the_place_once_and_the_older_one_
         await feed(bus, GROUPS, GROUPS)
         await run.reaches(ledger, 2, old)
         assert await ledger.epochs() == (3, 0)
-    assert "trainer-new has taken this one's place and is alive: trainer-old waits until it ends" in run.log.read_text()
+        beat = await heartbeat_of(bus, "trainer-old")
+        assert beat is not None
+        assert "stored" not in beat.values
+
+
+@pytest.mark.slow
+async def test_of_three_trainers_one_has_the_place_even_if_two_share_a_name(tmp_path: Path, server: Server) -> None:
+    run = Run(tmp_path, server, "three-trainers")
+    async with bus_of(run) as (bus, ledger), contextlib.AsyncExitStack() as stack:
+
+        async def starts(name: str) -> forge.Started:
+            return await stack.enter_async_context(run.trainer(name))
+
+        first = await starts("trainer-a")
+        await run.reaches(ledger, 0, first)
+        second = await starts("trainer-b")
+        assert await asyncio.to_thread(first.wait, PATIENCE_S) == 0
+        third = await starts("trainer-b")
+        assert await asyncio.to_thread(second.wait, PATIENCE_S) == 0
+        waiting = [await starts("trainer-a"), await starts("trainer-b")]
+        sentence = (
+            f"trainer-b (process {third.pid} on {socket.gethostname()}) has taken this one's place and is alive: "
+        )
+        for name in ("trainer-a", "trainer-b"):
+            await until(lambda name=name: _says(run, f"{sentence}{name} waits until it ends"))
+        await feed(bus, 0, GROUPS)
+        await run.reaches(ledger, 1, third)
+        assert await ledger.epochs() == (3, 0)
+        await run.stops(third)
+        await feed(bus, GROUPS, GROUPS)
+        await run.reaches(ledger, 2, waiting[0])
+        assert [process.poll() for process in waiting] == [None, None]
+        assert await ledger.epochs() == (4, 0)
+
+
+async def _says(run: Run, sentence: str) -> bool:
+    return sentence in run.log.read_text()
 
 
 def _overflowing(group_id: int) -> Experience:

@@ -256,7 +256,9 @@ class Monitor:
 
     def _silent(self, status: RunStatus) -> list[NoticeView]:
         refuses_s = self.replicas.bus_refuses_s()
-        full = "" if refuses_s is None else no_space(self._live.settings.run_folder)
+        settings = self._live.settings
+        is_of_run = settings.bus.url.startswith("unix:")  # another host's bus has a disk of its own
+        full = no_space(settings.run_folder) if refuses_s is not None and is_of_run else ""
         return silent(self.replicas.silent(), refuses_s, status, full)
 
     def _set_gauges(self, view: RunView) -> None:

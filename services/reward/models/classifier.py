@@ -220,8 +220,21 @@ class Classifier:
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # refused below, by name
         )
+        self._check_head(model, loaded)
         check_loaded(f"model {self._where}", self._scorer.model, loaded)
         return model
+
+    def _check_head(self, model: Any, loaded: dict[str, Any]) -> None:
+        """Raise SettingsError if only the head's name in the weights is not that of the class in config.json."""
+        missing, others = sorted(loaded["missing_keys"]), loaded["unexpected_keys"]
+        head = next((name for name in _SCALAR_HEADS if f"{name}.weight" in others), None)
+        in_trunk = any(name.startswith(f"{model.base_model_prefix}.") for name in missing)
+        if missing and not in_trunk and head is not None and _is_classifier(model.config):
+            raise SettingsError(
+                f"expected {missing[0]}, as config.json in {self._scorer.model!r} says that it is a {type(model).__name__}, "
+                f'found the head {head}.weight instead: remove "architectures" from config.json, and this head is read at the '
+                f"last token, or change model {self._where}"
+            )
 
     def _find_label(self) -> int:
         names = {number: str(name) for number, name in (getattr(self._config, "id2label", None) or {}).items()}

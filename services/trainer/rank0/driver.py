@@ -49,7 +49,7 @@ from penstock.shared.bus.messages import PolicyRecord, StepReport
 from penstock.shared.bus.stores.experience.signals import SignalChange
 from penstock.shared.bus.stores.policy import held_out
 from penstock.shared.bus.stores.policy.ledger import ENDED, POLICY, Ledger, RunState
-from penstock.shared.bus.stores.replicas.heartbeats import note_replaced
+from penstock.shared.bus.stores.replicas.place import Place
 from penstock.shared.bus.streams import JOURNAL
 from penstock.shared.errors import Fenced, WeightsError
 from penstock.shared.placement.turns import TrainerTurns
@@ -69,10 +69,9 @@ _LOGGED = ("reward_mean", "loss", "kl_mean", "entropy", "lag_mean", "samples_per
 class Driver:
     """Drives one trainer's ranks; on the event loop, except for the mailbox."""
 
-    def __init__(self, context: Context, mailbox: Mailbox, turns: TrainerTurns) -> None:
-        self._context = context
-        self._settings = context.settings
-        self._turns = turns
+    def __init__(self, context: Context, mailbox: Mailbox, turns: TrainerTurns, place: Place) -> None:
+        self._context, self._settings = context, context.settings
+        self._turns, self._place = turns, place
         self._mailbox = mailbox
         self._bus = context.bus
         self._ledger = Ledger(context.bus)
@@ -82,7 +81,7 @@ class Driver:
         self._exporter = Exporter(context.bus, context.settings)
         self._retention = Retention(context.settings, context.bus, lambda: self._exporter.reading)
         self._checkpoints = Checkpoints(context, mailbox, self._branch, self._retention, self._ask)
-        self._opening = Opening(context, self._branch, self._retention)
+        self._opening = Opening(context, place, self._branch, self._retention)
         self._step = 0
         self._is_open = self._is_ready = False
         """Whether the ranks have the ledger's step, and have published it."""
@@ -109,7 +108,7 @@ class Driver:
 
     async def _drive(self) -> None:
         storing, exporting = self._task(self._retention.run()), self._task(self._exporter.run())
-        noting = self._task(self._checkpoints.run())
+        noting, keeping = self._task(self._checkpoints.run()), self._task(self._place.keep())
         finding = self._task(self._opening.find())  # while the model loads, to report damage early
         model = await self._result(results.ModelLoaded)
         self._intake.vocabulary, self._intake.context_tokens = model.vocabulary, model.context_tokens
@@ -126,7 +125,7 @@ class Driver:
                     await self._ask(Command(CommandKind.WAIT), Result)
         except TakenOver as error:
             self._checkpoints.is_new = False  # the step is the other's to make
-            await note_replaced(self._bus, self._context.replica)
+            await self._place.give_up()
             await tell(self._bus, self._context.replica, "place taken", str(error))
             if not self._context.stop.is_set():
                 os.kill(os.getpid(), signal.SIGTERM)
@@ -137,7 +136,8 @@ class Driver:
         for task in filter(None, (finding, exporting, noting, self._filling)):
             task.cancel()
         await self._retention.close(max(0.0, seconds_left() - CLOSE_S))
-        storing.cancel()
+        for task in (storing, keeping):  # the next trainer starts once all is stored
+            task.cancel()
 
     def _task(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         return self._tasks.create_task(work)

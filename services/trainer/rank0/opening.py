@@ -17,6 +17,7 @@ from penstock.services.trainer.rank0.mailbox.routes import fetch_all
 from penstock.services.trainer.rank0.resume import find_resume, may_load
 from penstock.services.trainer.rank0.retention import Retention
 from penstock.shared.bus.stores.policy.ledger import JournalEntry, Ledger
+from penstock.shared.bus.stores.replicas.place import Place
 from penstock.shared.bus.stores.run.functions import (
     inherit_functions,
     note_functions,
@@ -34,8 +35,9 @@ log = logging.getLogger(__name__)
 class Opening:
     """Opens and reopens the run for the ranks; on the event loop."""
 
-    def __init__(self, context: Context, branch: Branch, retention: Retention) -> None:
+    def __init__(self, context: Context, place: Place, branch: Branch, retention: Retention) -> None:
         self._context = context
+        self._place = place
         self._branch = branch
         self._retention = retention
         self._begun = self._has_noted = False
@@ -52,6 +54,7 @@ class Opening:
             await self._warn()
         self._begun = True
         await self._branch.take_epoch()
+        await self._place.take()
         resume = await find_resume(
             context.bus, Ledger(context.bus), context.live, context.settings, self._retention.store
         )

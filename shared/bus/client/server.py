@@ -124,6 +124,10 @@ class Server:
     def wait_for_ever(self) -> None:
         self._wait_s = None
 
+    def wait_no_more(self) -> None:
+        """Have calls that get no answer fail, also those that wait for one."""
+        self._wait_s = 0.0
+
     async def close(self) -> None:
         await connection.close_client(self._client)
 

@@ -20,12 +20,11 @@ from pathlib import Path
 from penstock.shared.bus.messages import PolicyRecord
 from penstock.shared.errors import PeerError, SourceGone, WeightsError
 from penstock.shared.peers import frames
-from penstock.shared.peers.handshake import Secret, introduce
+from penstock.shared.peers.handshake import Secret, connect
 from penstock.shared.weights.format import manifest
 from penstock.shared.weights.format.layout import Header, Layout, plan_layout
 from penstock.shared.weights.transport.offer import Offer
 from penstock.shared.weights.transport.place import DeviceLocation
-from penstock.shared.weights.transport.sockets import tune
 from penstock.shared.weights.waits import FILE_DEADLINES
 
 log = logging.getLogger(__name__)
@@ -143,7 +142,7 @@ class Puller:
     async def _asked(self, verb: str, source: str, record: PolicyRecord) -> frames.Frame:
         session = self._sessions.get(source)
         if session is None:
-            session = self._sessions[source] = await _connect(source, self._secret())
+            session = self._sessions[source] = _Connection(*await connect(source, self._secret()))
         question = {
             "verb": verb,
             "version": record.version,
@@ -214,20 +213,6 @@ def file_offer(record: PolicyRecord, deadline_s: float) -> Offer:
         deadline_s=deadline_s,
         manifest_digest=record.manifest_digest,
     )
-
-
-async def _connect(source: str, secret: bytes) -> _Connection:
-    host, _, port = source.rpartition(":")
-    if not port.isdigit():
-        raise WeightsError(f"expected host:port of a source of weights, found {source!r}")
-    reader, writer = await asyncio.open_connection(host, int(port), limit=1 << 20)
-    try:
-        tune(writer.get_extra_info("socket"))
-        await introduce(reader, writer, secret)
-    except BaseException:
-        writer.close()
-        raise
-    return _Connection(reader, writer)
 
 
 def _check(offer: Offer, record: PolicyRecord, source: str) -> None:

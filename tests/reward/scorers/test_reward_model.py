@@ -1,6 +1,7 @@
 """The reward model's values equal a plain forward pass of one text, whatever else is in the batch."""
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +162,21 @@ def test_a_scalar_head_is_read_at_the_last_token(tmp_path: Path) -> None:
             hidden = trunk(input_ids=ids).last_hidden_state[0, -1]
         expected.append(float(hidden @ weights["v_head.summary.weight"][0]) + 0.25)
     assert classifier.compute(classifier.read(builders.prompt(), COMPLETIONS)) == pytest.approx(expected, abs=FORWARD)
+
+
+def test_a_classifier_whose_weights_have_another_head_is_refused_with_the_way_to_read_it(tmp_path: Path) -> None:
+    config = reward_models.save_scalar(tmp_path) / "config.json"
+    fields = json.loads(config.read_text())
+    config.write_text(json.dumps({**fields, "architectures": ["LlamaForSequenceClassification"]}))
+    with pytest.raises(
+        SettingsError,
+        match=r"expected score\.weight, as config\.json .* LlamaForSequenceClassification, found the head v_head\.summary\.weight "
+        r'instead: remove "architectures" .* or change model of scorer',
+    ):
+        reward_models.classifier(reward_models.settings(tmp_path))
+    del fields["architectures"]
+    config.write_text(json.dumps(fields))
+    reward_models.classifier(reward_models.settings(tmp_path))
 
 
 @pytest.mark.parametrize(

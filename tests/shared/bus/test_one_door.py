@@ -17,7 +17,7 @@ from penstock.shared.bus.streams import Stream
 
 ROOT = Path(__file__).parents[3]
 INSIDE = {name for kind in (Server, Commands) for name in vars(kind) if not name.startswith("__")} | {"_client"}
-OPEN = {"close", "wait_for_ever"}
+OPEN = {"close", "wait_for_ever", "wait_no_more"}
 LISTING = (ROOT / "docs/reference/bus.md").read_text(encoding="utf-8")
 
 

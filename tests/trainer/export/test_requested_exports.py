@@ -35,6 +35,7 @@ from penstock.shared.bus.stores.policy.ledger import Ledger
 from penstock.shared.bus.stores.replicas.cordon import Cordon
 from penstock.shared.bus.stores.replicas.heartbeats import heartbeats
 from penstock.shared.bus.stores.replicas.live_settings import Live
+from penstock.shared.bus.stores.replicas.place import Place
 from penstock.shared.bus.stores.replicas.run_secret import RunSecret
 from penstock.shared.bus.streams import EVENTS
 from penstock.shared.process.service import Context
@@ -316,7 +317,7 @@ async def test_cleanup_leaves_the_checkpoint_that_is_exported(
         run.settings, "trainer", "trainer-0", bus, Status(), asyncio.Event(), Live(bus, run.settings),
         Cordon(bus, "trainer-0", lambda: None), RunSecret(bus),
     )  # fmt: skip
-    driver = Driver(context, Mailbox(), own_devices(context))
+    driver = Driver(context, Mailbox(), own_devices(context), Place(bus, "trainer-0", 1.0))
     driving = asyncio.create_task(driver.run())
     await Exports(bus).place(1, V(1), adapter=False)
     await until(processes)

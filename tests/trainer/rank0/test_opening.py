@@ -18,6 +18,7 @@ from penstock.shared.bus.messages import PolicyVersion
 from penstock.shared.bus.stores.policy.ledger import Ledger, RunState
 from penstock.shared.bus.stores.replicas.cordon import Cordon
 from penstock.shared.bus.stores.replicas.live_settings import Live
+from penstock.shared.bus.stores.replicas.place import Place
 from penstock.shared.bus.stores.replicas.run_secret import RunSecret
 from penstock.shared.errors import SettingsError
 from penstock.shared.process.service import Context
@@ -35,7 +36,7 @@ class Opened:
         context = Context(
             self.of, "trainer", "trainer-0", bus, Status(), asyncio.Event(), Live(bus, self.of), cordon, RunSecret(bus)
         )
-        self.opening = Opening(context, Branch(bus), Retention(self.of, bus))
+        self.opening = Opening(context, Place(bus, "trainer-0", 1.0), Branch(bus), Retention(self.of, bus))
 
 
 async def test_a_new_run_has_no_commands_and_its_epoch_is_taken(bus: Bus, tmp_path: Path) -> None:

@@ -27,7 +27,6 @@ LEFT = key(
     "until the next start",
     "exists if the replica's last process left in order, or was to stop",
 )
-REPLACED = key("replaced", "set", "the run's", "replicas that ended because others took their places")
 
 MISSED_HEARTBEATS = 5
 _SOME = 32
@@ -133,22 +132,6 @@ async def left(bus: Bus, replicas: Sequence[str]) -> frozenset[str]:
     """Return those of ``replicas`` that left in order, or are to leave."""
     marks = await bus.ask("MGET", *map(LEFT.of, replicas)) if replicas else ()
     return frozenset(replica for replica, mark in zip(replicas, marks, strict=True) if mark is not None)
-
-
-async def note_replaced(bus: Bus, replica: str) -> None:
-    """Note that the replica ends because another one took its place."""
-    await bus.write(REPLACED, "SADD", replica)
-
-
-async def replacement(bus: Bus, service: str, replica: str) -> str:
-    """Return the live replica that has taken the place of ``replica``; empty: none has, or it is gone."""
-    replaced = {name.decode(errors="replace") for name in await bus.smembers(REPLACED)}
-    if replica not in replaced:
-        return ""
-    others = [beat.replica for beat in await heartbeats(bus) if beat.service == service]
-    if not (live := sorted({*others} - replaced)):
-        await bus.write(REPLACED, "SREM", replica)
-    return "".join(live[:1])
 
 
 async def count_start(bus: Bus, replica: str, process: str) -> tuple[int, bool]:
