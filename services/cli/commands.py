@@ -9,7 +9,7 @@ from urllib.parse import quote
 
 import typer
 
-from penstock.services.cli.connection import AsJson, Connection, Most, Reason, connected
+from penstock.services.cli.connection import LATEST, AsJson, Connection, Most, Reason, connected
 from penstock.shared.errors import SettingsError
 from penstock.shared.preflight.finding import Finding
 
@@ -124,7 +124,22 @@ def drain_service(connection: Connection, replica: Replica, reason: Reason = "")
 # ---------------------------------------------------------------- runs
 
 
-_add_list(runs, "runs", "/v1/runs", "List every run on the bus.")
+@runs.callback()
+@connected
+def list_runs(connection: Connection, context: typer.Context, most: Most = 1000) -> None:
+    """List the runs in `runs/`, active or not, newest last. With `--url` or `--run`: those on that coordinator's bus.
+
+    **Example:** `penstock runs`
+    """
+    if context.invoked_subcommand is not None:
+        return
+    if connection.url or connection.run != LATEST or not LATEST.parent.is_dir():
+        items = connection.coordinator().items("/v1/runs", most)
+    else:
+        from penstock.services.cli.reports import local_runs
+
+        items = local_runs.rows(LATEST.parent, most)
+    connection.print_list("runs", items)
 
 
 @runs.command("delete")

@@ -72,7 +72,7 @@ def find(url: str | None, run_folder: Path) -> str:
         announced = json.loads(file.read_text(encoding="utf-8"))["url"]
     except FileNotFoundError as error:
         if (run_folder / _SETTINGS).exists():
-            raise Unreachable(f"the run in {run_folder} has no coordinator: {_why_not(run_folder)}") from error
+            raise Unreachable(f"the run in {run_folder} has no coordinator: {why_none(run_folder)}") from error
         raise Unreachable(
             f"no run at {run_folder}: {file.name} is missing there: start one with `penstock up`, "
             "or give --run RUN_FOLDER or --url http://HOST:PORT"
@@ -92,7 +92,8 @@ def how_ended(run_folder: Path) -> str:
     return ""
 
 
-def _why_not(run_folder: Path) -> str:
+def why_none(run_folder: Path) -> str:
+    """Return why a run has no coordinator, by its folder."""
     resume = f"`penstock up --resume {shlex.quote(str(run_folder))}"
     if ended := how_ended(run_folder):
         more = f"; {resume} --run.steps N` extends it" if "finished" in ended else ""

@@ -19,7 +19,13 @@ from penstock.shared.bus.messages import FinishReason, Prompt, Purpose, RolloutG
 from penstock.shared.bus.stores.experience import rehearsal
 from penstock.shared.bus.streams import EVAL_ROLLOUTS, ROLLOUTS
 from penstock.shared.errors import PermanentError, SettingsError, TemporaryError
-from penstock.shared.settings.rewards.scorers import EnvironmentScorer, JudgeScorer, PythonScorer, TrlScorer
+from penstock.shared.settings.rewards.scorers import (
+    AnswerScorer,
+    EnvironmentScorer,
+    JudgeScorer,
+    PythonScorer,
+    TrlScorer,
+)
 from penstock.shared.settings.rewards.scorers import Scorer as ScorerSettings
 
 log = logging.getLogger(__name__)
@@ -74,6 +80,31 @@ async def rehearse(
         if len(failed) < len(tried):
             failures.succeeded(part_of(scorer.name))
     return {scorer.name: tried for (_, scorer), tried in zip(asked, trials, strict=True)}
+
+
+def doubt(of: ScorerSettings, trials: Sequence[Trial], prompts: Sequence[Prompt]) -> str:
+    """Return what to say of a scorer to which the rows' answers are worth no more than a trivial one; "": they are."""
+    answers = [trial.value for trial in trials if trial.text != TRIVIAL and trial.value is not None]
+    trivial = [trial.value for trial in trials if trial.text == TRIVIAL and trial.value is not None]
+    if not answers or not trivial or max(answers) > max(trivial):
+        return ""
+    told = f"scorer {of.name!r} gives the rows' own answers no more than {TRIVIAL!r}: "
+    if isinstance(of, AnswerScorer):
+        marks = {"boxed": r"\boxed", "hashes": "####", "tag": f"<{of.tag}>"}
+        if (mark := marks.get(of.place, "")) and all(mark in _asked(prompt) for prompt in prompts):
+            return ""
+        asks = (
+            f"completions need {mark}, which the prompts do not ask for: ask by data.user or data.system, or "
+            if mark
+            else ""
+        )
+        return f"{told}{asks}change extract or mode in its table of [[reward.scorers]]"
+    compares = isinstance(of, (PythonScorer, TrlScorer))
+    return f"{told}if it compares with them, change the form that it reads, or data.answer_field" if compares else ""
+
+
+def _asked(prompt: Prompt) -> str:
+    return "\n".join([prompt.text or "", *(turn.content for turn in prompt.messages or ())])
 
 
 def _refusal(name: str, failed: Sequence[Trial]) -> str:

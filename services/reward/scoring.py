@@ -14,7 +14,7 @@ from penstock.services.reward.failures import AVAILABLE, HANDLER, Failures, Tell
 from penstock.services.reward.models.reading import Reading
 from penstock.services.reward.models.turns import Turns
 from penstock.services.reward.reference import Reference
-from penstock.services.reward.rehearsal import rehearse
+from penstock.services.reward.rehearsal import doubt, rehearse
 from penstock.services.reward.scorers.reward_model import RewardModel
 from penstock.services.reward.scorers.scorer import Scorer
 from penstock.services.reward.teachers import Teacher, Teachers, taught
@@ -152,9 +152,11 @@ class Scoring:
         for name in (part.name for part in self._parts()):
             AVAILABLE.labels(name).set(1)
 
-    async def rehearse(self, settings: Settings, prompts: Sequence[Prompt]) -> None:
-        """Try every scorer on ``prompts``. Raises SettingsError if one fails on all."""
-        await rehearse(list(zip(settings.reward.scorers, self._scorers, strict=True)), prompts, self._failures)
+    async def rehearse(self, settings: Settings, prompts: Sequence[Prompt]) -> list[str]:
+        """Try every scorer on ``prompts``, and return doubts. Raises SettingsError if one fails on all."""
+        scorers = list(zip(settings.reward.scorers, self._scorers, strict=True))
+        trials = await rehearse(scorers, prompts, self._failures)
+        return [said for of, _ in scorers if (said := doubt(of, trials.get(of.name, ()), prompts))]
 
     async def close(self) -> None:
         for scorer in self._parts():

@@ -224,8 +224,13 @@ async def _rehearsed(context: Context, scoring: Scoring) -> bool:
     context.status.start.begin("waiting for rows")
     prompts = await rows(context.bus, context.stop)
     context.status.start.begin("trying the scorers")
+
+    async def try_scorers() -> None:
+        for doubt in await scoring.rehearse(context.settings, prompts):
+            await tell(context.bus, "reward", "scorer doubtful", doubt)
+
     try:
-        is_done = await _unless_stopped(context, scoring.rehearse(context.settings, prompts))
+        is_done = await _unless_stopped(context, try_scorers())
     except SettingsError as error:
         await tell(context.bus, "reward", "scorer refused", str(error))
         raise

@@ -5,6 +5,7 @@ Model libraries would retry for most of a minute, or read pickled weights (``.bi
 
 import json
 import re
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,16 @@ def check_source(setting: str, source: str, needed: tuple[str, ...]) -> None:
 def _instead(folder: Path, needed: tuple[str, ...]) -> str:
     """Return what a folder without a model has instead; "": nothing known."""
     if (folder / "adapter_config.json").is_file():
-        return ", but a LoRA adapter: merge it into its model (merge_and_unload of peft), save that"
+        base = (
+            _read_object(folder / "adapter_config.json", "policy.model").get("base_model_name_or_path") or "its model"
+        )
+        code = f"from peft import AutoPeftModelForCausalLM as M; M.from_pretrained({str(folder)!r}).merge_and_unload()"
+        merge = shlex.quote(f"{code}.save_pretrained('merged')")
+        return (
+            f", but a LoRA adapter of {str(base)[:200]!r}: `penstock export RUN` without --adapter writes a run's whole policy, and "
+            f"`python -c {merge}` merges another's, to be used with the tokenizer of "
+            "its model (policy.tokenizer)"
+        )
     if any(folder.glob("*.gguf")):
         return ", but a GGUF file, of which nothing is read"
     inner = [path.parent for name in needed for path in folder.glob(f"*/{name}")]
@@ -120,7 +130,7 @@ def check_tokenizer(setting: str, source: str, *, for_messages: bool, vocabulary
         raise SettingsError(
             f"the tokenizer in {source!r} has no chat template (chat_template.jinja, or chat_template in "
             f"tokenizer_config.json), which chat messages need: change {setting}, or give texts in data.prompt_field "
-            "and no data.system"
+            "and no data.user or data.system"
         )
 
 

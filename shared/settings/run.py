@@ -118,7 +118,8 @@ class DataSettings(Section):
     """Column with the prompt: text, or chat messages (`[{role, content}]`). A row without it may have `messages`
     instead."""
     answer_field: str = Field(default="answer")
-    """Column with the reference answer. Every other column is available to the scorers."""
+    """Column with the reference answer; dots lead into a column: `reward_model.ground_truth`. Every other column is
+    available to the scorers."""
     completion_field: str = Field(default="completion")
     """Column with a demonstration's completion, with algorithm.loss = "cross_entropy" or algorithm.imitation > 0: text,
     or one message of the assistant (or `messages` that end with one). With rejected_field: the better completion of a
@@ -142,6 +143,9 @@ class DataSettings(Section):
     all rows."""
     system: str = Field(default="")
     """System message of prompts that have none; a text becomes the user's message."""
+    user: str = Field(default="")
+    """The user's message with which texts are asked: `{prompt} Answer in \\boxed{}.`, also with `{extra.COLUMN}`. Empty:
+    texts are asked as they are, or as data.system says."""
     chat_template: dict[str, Any] = Field(default={})
     """Arguments of the tokenizer's chat template, such as { enable_thinking = false } or { tools = [{…}] }."""
 
@@ -157,6 +161,15 @@ class DataSettings(Section):
             Condition(text or "1", "data.filter")
         except SettingsError as error:
             raise ValueError(str(error)) from error
+        return text
+
+    @field_validator("user")
+    @classmethod
+    def _asks(cls, text: str) -> str:
+        if text and "{prompt}" not in text:
+            raise ValueError(
+                f"expected {{prompt}} in data.user, found {text[:60]!r}: write it where the prompt belongs"
+            )
         return text
 
     @field_validator("chat_template")

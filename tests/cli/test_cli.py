@@ -286,6 +286,37 @@ def test_a_run_that_has_ended_is_shown_from_its_folder(tmp_path: Path, capsys: p
         assert "it has finished after 6 steps" in capsys.readouterr().err
 
 
+def test_the_runs_of_a_folder_are_listed_whether_they_are_active_or_not(
+    tmp_path: Path, coordinator: Coordinator
+) -> None:
+    for place, name in enumerate(("ended", "killed", "live")):
+        folder = tmp_path / "runs" / name
+        folder.mkdir(parents=True)
+        (folder / "settings.toml").write_text("run.steps = 6")
+        (folder / "metrics.jsonl").write_text('{"step": 4}\n')
+        os.utime(folder / "settings.toml", (place, place))
+    (tmp_path / "runs" / "latest").symlink_to("killed")
+    (tmp_path / "runs" / "ended" / "summary.json").write_text('{"state": "stopped", "steps": 4}')
+    (tmp_path / "runs" / "killed" / "coordinator.json").write_text('{"url": "http://127.0.0.1:9"}')
+    (tmp_path / "runs" / "live" / "coordinator.json").write_text(json.dumps({"url": coordinator.url}))
+    row = {"state": "running", "step": 5, "head": 5, "reason": ""}
+    items = [{**row, "run_id": name, "here": name == "live"} for name in ("elsewhere", "live")]
+    coordinator.answers["/v1/runs"] = {"items": items, "next": None}
+    listed = json.loads(penstock("runs", "--json", folder=tmp_path).stdout)
+    assert {each["run_id"]: (each["state"], each["step"]) for each in listed} == {
+        "ended": ("stopped", 4),
+        "killed": ("no coordinator", 4),
+        "elsewhere": ("running", 5),
+        "live": ("running", 5),
+    }
+    assert [each["run_id"] for each in listed][-1] == "live"
+    killed = next(each["reason"] for each in listed if each["run_id"] == "killed")
+    assert killed.endswith("`penstock up --resume runs/killed` continues it")
+    of_bus = json.loads(penstock("runs", "--json", "--run", "runs/live", folder=tmp_path).stdout)
+    assert [each["run_id"] for each in of_bus] == ["elsewhere", "live"]
+    assert "ended" in penstock("runs", folder=tmp_path).stdout
+
+
 @pytest.mark.parametrize(
     "words",
     [

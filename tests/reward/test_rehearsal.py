@@ -158,6 +158,29 @@ async def test_a_scorer_that_keeps_failing_late_is_not_tried_on_the_other_rows(m
         await rehearse(PYTHON, Late("mine", ("46", "0")), prompts("46", "48"))
 
 
+def answered(asked: list[Prompt], answers: float, trivial: float) -> list[rehearsal.Trial]:
+    texts = [(prompt.answer or "", answers) for prompt in asked] + [("0", trivial) for _ in asked]
+    return [rehearsal.Trial("train.jsonl:1", text, value) for text, value in texts]
+
+
+def test_answers_that_earn_no_more_than_a_trivial_one_are_doubted_with_the_setting_to_change() -> None:
+    asked, boxed = prompts("46", "48"), AnswerScorer(kind="answer", name="answer", extract="boxed")
+    doubted = "scorer 'answer' gives the rows' own answers no more than '0': "
+    assert rehearsal.doubt(boxed, answered(asked, 0, 0), asked) == (
+        rf"{doubted}completions need \boxed, which the prompts do not ask for: ask by data.user or data.system, or change "
+        "extract or mode in its table of [[reward.scorers]]"
+    )
+    told = [dataclasses.replace(prompt, text=rf"{prompt.text} Answer in \boxed{{}}.") for prompt in asked]
+    assert rehearsal.doubt(boxed, answered(told, 0, 0), told) == "", "completions will have boxes"
+    assert rehearsal.doubt(boxed, answered(asked, 1, 0), asked) == ""
+    assert rehearsal.doubt(boxed, answered(prompts("0"), 1, 1), asked) == "", "a trivial answer is right"
+    assert rehearsal.doubt(PYTHON, answered(asked, 0.5, 0.5), asked) == (
+        "scorer 'mine' gives the rows' own answers no more than '0': if it compares with them, change the form that it reads, "
+        "or data.answer_field"
+    )
+    assert rehearsal.doubt(CodeScorer(kind="code", name="code"), answered(asked, 0, 0), asked) == ""
+
+
 async def test_a_replica_that_comes_to_a_run_with_work_does_not_wait_for_rows(bus: Bus) -> None:
     await bus.append(ROLLOUTS, {"id": "1", "data": b""})
     assert await rehearsal.rows(bus, asyncio.Event()) == []

@@ -1,20 +1,26 @@
 """A model folder that no process could use is refused before any starts, with its files and the setting."""
 
 import json
+import re
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from transformers import AutoModelForCausalLM
 
 from penstock.services.cli.__main__ import main
 from penstock.services.up.requirements import check_architecture
 from penstock.shared.errors import SettingsError
 from penstock.shared.model.model_source import check_trained
+from tests.conftest import need_module
+from tests.support import tiny
 from tests.support.model_folders import write_model, write_safetensors
+from tests.support.tolerance import FORWARD
 
 MESSAGES = '{"prompt": [{"role": "user", "content": "1+1="}], "answer": "2"}\n'
 WITHOUT_TEMPLATE = (
-    "which chat messages need: change policy.model, or give texts in data.prompt_field and no data.system"
+    "which chat messages need: change policy.model, or give texts in data.prompt_field and no data.user or data.system"
 )
 
 
@@ -60,10 +66,6 @@ def all_shards_but_one_cut(folder: Path) -> None:
     cut("model-3-of-5.safetensors", 100)(folder)
 
 
-def an_adapter(folder: Path) -> None:
-    (folder / "config.json").rename(folder / "adapter_config.json")
-
-
 def a_gguf_file(folder: Path) -> None:
     (folder / "config.json").rename(folder / "q4.gguf")
 
@@ -95,11 +97,6 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
         "{model}/tokenizer.json is damaged or cut off (no JSON): copy it again, or change policy.model",
     ),
     "no config": (remove("config.json"), "the folder '{model}' has no config.json: change policy.model"),
-    "an adapter": (
-        an_adapter,
-        "the folder '{model}' has no config.json, but a LoRA adapter: merge it into its model (merge_and_unload of peft), "
-        "save that: change policy.model",
-    ),
     "a GGUF file": (
         a_gguf_file,
         "the folder '{model}' has no config.json, but a GGUF file, of which nothing is read: change policy.model",
@@ -243,3 +240,25 @@ def test_a_quantised_model_that_the_trainer_may_dequantise_is_its_to_refuse_in_a
     check_trained("policy.model", str(model), generates=False)
     with pytest.raises(SettingsError, match=f"found a quantised one .{method} in config.json"):
         check_trained("policy.model", str(model))
+
+
+def test_an_adapter_is_refused_with_the_command_that_merges_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    need_module("peft", "peft")
+    import torch
+    from peft import LoraConfig, get_peft_model
+
+    base, adapter = tiny.save(tmp_path), tmp_path / "adapter's"
+    configuration = LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
+    adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), configuration)
+    adapted.save_pretrained(str(adapter))
+    with pytest.raises(SettingsError, match=r"no config\.json, but a LoRA adapter of ") as refused:
+        check_trained("policy.model", str(adapter))
+    assert str(refused.value).endswith("(policy.tokenizer): change policy.model")
+    monkeypatch.chdir(tmp_path)
+    python, option, code = shlex.split(re.findall(r"`(python .*?)`", str(refused.value))[0])
+    assert (python, option) == ("python", "-c")
+    exec(code, {})  # as a user runs it, without another process that imports torch
+    check_trained("policy.model", "merged")
+    ids = torch.arange(5)[None]
+    merged = AutoModelForCausalLM.from_pretrained("merged", dtype=torch.float32)
+    torch.testing.assert_close(merged(ids).logits, adapted.eval()(ids).logits, rtol=0, atol=FORWARD)

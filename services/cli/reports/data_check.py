@@ -39,8 +39,8 @@ _BINS = 8
 _BAR = 40
 _LONGEST_PROMPT = 2_000
 _UNFRAMED = (
-    "note: prompts are texts, to which the model's chat template is not applied: to ask as in a chat, give messages in "
-    "data.prompt_field, or set data.system"
+    "note: prompts are texts, to which the model's chat template is not applied: to ask as in a chat, set data.user, such as "
+    """--data.user "{prompt} Put the answer in \\boxed{}.", or data.system, or give messages in data.prompt_field"""
 )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from penstock.services.cli.reports.audit_rewards import fresh_executor
 from penstock.services.coordinator.admission.dataset import Problem, rows_to_try
 from penstock.services.reward.failures import Failures
-from penstock.services.reward.rehearsal import Trial, rehearse
+from penstock.services.reward.rehearsal import Trial, doubt, rehearse
 from penstock.services.reward.service import make_scorer
 from penstock.services.up.display import console
 from penstock.shared.bus.messages import Prompt
@@ -27,8 +27,9 @@ def try_scorers(settings: Settings, problems: Sequence[Problem]) -> bool:
     """
     names = [scorer.name for scorer in settings.reward.scorers]
     Expression(settings.reward.expression, names)
+    prompts = rows_to_try(problems, names)
     with fresh_executor(settings) as ready:
-        by_scorer = asyncio.run(_tried(ready, rows_to_try(problems, names)))
+        by_scorer = asyncio.run(_tried(ready, prompts))
     console.say("")
     for name in names:
         if name not in by_scorer:
@@ -36,6 +37,9 @@ def try_scorers(settings: Settings, problems: Sequence[Problem]) -> bool:
             continue
         for line in _lines(name, by_scorer[name]):
             console.say(line)
+    for of in settings.reward.scorers:
+        if said := doubt(of, by_scorer.get(of.name, ()), prompts):
+            console.say(f"warning: {said}")
     return not any(trial.failure for trials in by_scorer.values() for trial in trials)
 
 

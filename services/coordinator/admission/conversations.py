@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import functools
 import json
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -21,11 +22,15 @@ import numpy as np
 from penstock.services.coordinator.admission.dataset_files import BadRow, plain
 from penstock.shared.bus.messages import ChatMessage, Int32Array, Json, Prompt, no_segments
 from penstock.shared.model.tokenizer import TokenizerCodec
+from penstock.shared.settings import DataSettings
 
 ASSISTANT = "assistant"
 _CALLS, _REASONING = "tool_calls", ("reasoning_content", "reasoning", "thinking")
 
 Turn: TypeAlias = Mapping[str, Json]
+Question: TypeAlias = tuple[str | None, tuple[ChatMessage, ...] | None]
+"""A prompt: a text, or messages."""
+_PLACE = re.compile(r"\{(?:prompt|extra\.(?P<column>[^{}\s]+))\}")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -49,6 +54,33 @@ class Conversation:
     def text(self) -> str:
         """The last turn's."""
         return str(self.turns[-1]["content"] or "")
+
+
+def framed(question: Question, row: Mapping[str, object], data: DataSettings) -> Question:
+    """Return a question with ``data.user`` around a text and ``data.system`` before the first message. Raises BadRow."""
+    text, messages = question
+    if data.user:
+        if text is None:
+            raise BadRow("expected a text as the prompt, which data.user makes a message, found messages: leave it out")
+        messages = (ChatMessage("user", _filled(data.user, text, row)),)
+        text = None
+    if not data.system:
+        return text, messages
+    turns = (ChatMessage("user", text),) if messages is None and text is not None else messages or ()
+    return None, turns if turns[0].role == "system" else (ChatMessage("system", data.system), *turns)
+
+
+def _filled(template: str, text: str, row: Mapping[str, object]) -> str:
+    def value(place: re.Match[str]) -> str:
+        if (column := place["column"]) is None:
+            return text
+        if not isinstance(inserted := row.get(column), (str, int, float)):
+            raise BadRow(
+                f"expected text or a number in {column!r}, which data.user names, found none: change data.user"
+            )
+        return str(inserted)
+
+    return _PLACE.sub(value, template)
 
 
 def conversation_of(completion: str | Conversation, messages: Sequence[ChatMessage]) -> Conversation:

@@ -19,7 +19,8 @@ from pathlib import Path
 import numpy as np
 
 from penstock.services.coordinator.admission import dataset_files, references
-from penstock.services.coordinator.admission.dataset_files import BadRow, DatasetRow, RowFilter
+from penstock.services.coordinator.admission.conversations import Question, framed
+from penstock.services.coordinator.admission.dataset_files import ANSWER, PROMPT, BadRow, DatasetRow, RowFilter
 from penstock.services.coordinator.admission.demonstrations import Demonstration, Demonstrations, Kind
 from penstock.shared.bus.encoding import wire
 from penstock.shared.bus.messages import ChatMessage, GroupId, Json, Prompt, Sampling
@@ -133,6 +134,7 @@ def load(
     kind = None if demonstrations is None else Kind(demonstrations)
     for name, row in dataset_files.read(str(source), setting):
         try:
+            row = row if isinstance(row, BadRow) else dataset_files.with_messages(row, data)
             shown = kind is not None and not isinstance(row, BadRow) and kind.is_shown(name, row)
             problem = read_problem(name, row, data, scorers, demonstrations if shown else None, teachers)
             if not isinstance(row, BadRow) and not rows.keeps(row, problem.characters):
@@ -217,9 +219,17 @@ def check_loaded(
     if bad:
         raise SettingsError(
             f"expected at least one usable row in {source}, found {_count(len(bad))}: correct them, or change "
-            f"{setting} or the columns in [data]{_or_none(setting)}. The first:\n  " + "\n  ".join(bad[:SHOWN])
+            f"{setting} or the columns in [data]{_or_none(setting)}. The first:\n  " + _first(bad)
         )
     raise SettingsError(f"expected at least one row in {source}, but it has no rows: change {setting}")
+
+
+def _first(bad: Sequence[str]) -> str:
+    """Return the first row of each reason."""
+    by_reason: dict[str, str] = {}
+    for sentence in bad:
+        by_reason.setdefault(sentence.partition(": ")[2], sentence)
+    return "\n  ".join(list(by_reason.values())[:SHOWN])
 
 
 def _count(bad: int) -> str:
@@ -229,7 +239,7 @@ def _count(bad: int) -> str:
 def _too_many(source: str | Path, bad: Sequence[str], limit: int, setting: str) -> str:
     return (
         f"expected at most {limit} bad rows in {source}, found more: correct them, change {setting} or the columns in "
-        f"[data], or raise data.max_bad_rows{_or_none(setting)}. The first:\n  " + "\n  ".join(bad[:SHOWN])
+        f"[data], or raise data.max_bad_rows{_or_none(setting)}. The first:\n  " + _first(bad)
     )
 
 
@@ -257,10 +267,10 @@ def read_problem(
         row_id = _row_id(problem.row_id, *(each if isinstance(each, str) else each.learned for each in completions))
         return dataclasses.replace(problem, demonstration=demonstrations.encode(problem, completions), row_id=row_id)
     question = _question(row, data)
-    text, messages = _with_system(*question, data.system)
-    answer = _answer(row.get(data.answer_field), data.answer_field)
+    text, messages = framed(question, row, data)
+    answer = _answer(given := dataset_files.at(row, data.answer_field), data.answer_field)
     named = {data.prompt_field, MESSAGES_FIELD, data.scorers_field, data.teacher_field}
-    if not isinstance(row.get(data.answer_field), (int, float)):  # a number keeps its type for TRL's functions
+    if not isinstance(given, (int, float)):  # a number keeps its type for TRL's functions
         named.add(data.answer_field)
     try:
         extra = {name: dataset_files.plain(value, name) for name, value in row.items() if name not in named}
@@ -293,7 +303,7 @@ def _asked(text: str | None, messages: tuple[ChatMessage, ...] | None) -> Json:
     return text if messages is None else [[turn.role, turn.content] for turn in messages]
 
 
-def _question(row: Mapping[str, object], data: DataSettings) -> tuple[str | None, tuple[ChatMessage, ...] | None]:
+def _question(row: Mapping[str, object], data: DataSettings) -> Question:
     for field in (data.prompt_field, MESSAGES_FIELD):
         value = row.get(field)
         if isinstance(value, str) and field == data.prompt_field:
@@ -303,18 +313,11 @@ def _question(row: Mapping[str, object], data: DataSettings) -> tuple[str | None
         if value is not None:
             return None, tuple(_turns(value, field))
     columns = ", ".join(sorted(repr(name) for name, value in row.items() if value is not None)) or "no column"
+    advice = dataset_files.advice(row, [PROMPT] if dataset_files.at(row, data.answer_field) else [PROMPT, ANSWER])
     raise BadRow(
-        f"expected a column {data.prompt_field!r} or {MESSAGES_FIELD!r} that is not null, found {columns}: change data.prompt_field"
+        f"expected a column {data.prompt_field!r} or {MESSAGES_FIELD!r} that is not null, found {columns}: change "
+        f"data.prompt_field{advice}"
     )
-
-
-def _with_system(
-    text: str | None, messages: tuple[ChatMessage, ...] | None, system: str
-) -> tuple[str | None, tuple[ChatMessage, ...] | None]:
-    if not system:
-        return text, messages
-    turns = (ChatMessage("user", text),) if messages is None and text is not None else messages or ()
-    return None, turns if turns[0].role == "system" else (ChatMessage("system", system), *turns)
 
 
 def _turns(value: object, field: str) -> Iterator[ChatMessage]:
@@ -332,7 +335,7 @@ def _turns(value: object, field: str) -> Iterator[ChatMessage]:
             f"expected messages that end with the question to the policy, found {last!r} as the last role in "
             f"{field!r}: its text "
             "would be shown to the policy; move the reference answer to the answer's column (data.answer_field), and give a "
-            "prefilled answer as finished text in the prompt's column (data.prompt_field)"
+            "prefilled answer as finished text in the prompt's column (data.prompt_field); demonstrations are for `penstock sft`"
         )
 
 
@@ -350,6 +353,7 @@ def check_answer(problem: Problem, data: DataSettings, comparing: Sequence[Answe
     if applying and not (problem.answer or "").strip():
         columns = f", beside columns {', '.join(sorted(map(repr, problem.extra)))}" if problem.extra else ""
         shown = "; rows with a completion are for `penstock sft`" if data.completion_field in problem.extra else ""
+        shown = shown or dataset_files.advice(problem.extra, [ANSWER])
         raise BadRow(
             f"expected a reference answer in {data.answer_field!r} for scorer {applying[0].name!r}, but it is missing or empty"
             f"{columns}: add it, or change data.answer_field{shown}"

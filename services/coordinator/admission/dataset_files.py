@@ -1,4 +1,5 @@
-"""Read dataset rows named ``file:line``: JSONL, Parquet, saved Hugging Face datasets, and splits on a hub.
+"""Read dataset rows named ``file:line``: JSONL, Parquet, saved Hugging Face datasets, and splits on a hub. Of rows of other
+tools, ShareGPT's are read as messages; for others there is :func:`advice`.
 
 Compression makes a small file of Parquet large: its texts are read as dictionaries and rows are made one by one, so that
 memory is bounded by what its row groups declare, and what all rows hold by the file's size.
@@ -8,7 +9,7 @@ import datetime
 import decimal
 import itertools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -18,6 +19,7 @@ from penstock.shared.dataset_source import check_kind, hub_dataset
 from penstock.shared.errors import PenstockError, SettingsError
 from penstock.shared.expression import Condition
 from penstock.shared.extras import install_command
+from penstock.shared.settings import DataSettings
 
 CHARACTERS = "prompt_characters"
 _BATCH_ROWS = 1024
@@ -28,6 +30,32 @@ _GROUP_BYTES = 2 * 1024**3
 """Of a row group, decompressed, with 8 bytes for each value."""
 _FILE_BYTES, _EXPANSION = 256 * 1024**2, 1_000
 """A Parquet file's rows may hold the first, and its size this many times."""
+
+
+_CONVERSATIONS, _MESSAGES = "conversations", "messages"
+_ROLES = {"human": "user", "gpt": "assistant", "user": "user", "assistant": "assistant", "system": "system"}
+
+_TOOLS = {
+    "verl": ("reward_model",),
+    "Alpaca": ("instruction", "output"),
+    "OpenRLHF": ("input", "label"),
+    "preference pairs": ("chosen", "rejected"),
+    "GSM8K": ("question", "answer"),
+}
+"""Who writes rows with such columns."""
+PROMPT, ANSWER, COMPLETION, REJECTED = (
+    "data.prompt_field",
+    "data.answer_field",
+    "data.completion_field",
+    "data.rejected_field",
+)
+_COLUMNS = {
+    PROMPT: ("question", "problem", "instruction", "query", "input"),
+    ANSWER: ("reward_model.ground_truth", "label", "solution", "ground_truth", "target", "output"),
+    COMPLETION: ("chosen", "output", "response", "solution", "answer"),
+    REJECTED: ("rejected",),
+}
+"""What others call the column of a setting."""
 
 
 class BadRow(PenstockError):
@@ -212,3 +240,56 @@ class RowFilter:
             ) from error
         except (TypeError, ArithmeticError) as error:
             raise BadRow(f"expected values that fit data.filter, found others: {error}") from error
+
+
+def at(row: Mapping[str, object], field: str) -> object:
+    """Return a column's value, or None; where no column has that name, dots lead into dictionaries.
+
+    >>> at({"reward_model": {"ground_truth": "46"}}, "reward_model.ground_truth")
+    '46'
+    """
+    value: object = row
+    for name in [field] if field in row else field.split("."):
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value
+
+
+def with_messages(row: Mapping[str, object], data: DataSettings) -> dict[str, object]:
+    """Return a row with its ``conversations`` as ``messages``, unless it has a prompt. Raises BadRow."""
+    turns = row.get(_CONVERSATIONS)
+    others = (data.prompt_field, _MESSAGES)
+    if not isinstance(turns, list) or any(row.get(name) is not None for name in others if name != _CONVERSATIONS):
+        return dict(row)
+    rest = {name: value for name, value in row.items() if name != _CONVERSATIONS}
+    return {**rest, _MESSAGES: [_turn(turn) for turn in turns]}
+
+
+def _turn(turn: object) -> object:
+    if not isinstance(turn, dict) or "from" not in turn or "value" not in turn:
+        return turn
+    if not isinstance(role := turn["from"], str) or role not in _ROLES:
+        raise BadRow(
+            f"expected {', '.join(_ROLES)} as 'from' in {_CONVERSATIONS!r}, found {str(role)[:60]!r}: write {_MESSAGES!r} "
+            "with role and content instead"
+        )
+    rest = {name: value for name, value in turn.items() if name not in ("from", "value")}
+    return {**rest, "role": _ROLES[role], "content": turn["value"]}
+
+
+def advice(row: Mapping[str, object], settings: Sequence[str]) -> str:
+    """Return the flags of those ``settings`` whose column has a name of other tools; "": none has.
+
+    >>> advice({"question": "12+34=", "answer": "46"}, ["data.prompt_field"])
+    ', for GSM8K: --data.prompt_field question'
+    """
+    pairs = at(row, "chosen") is not None and at(row, "rejected") is not None
+    before = "`penstock sft` with " if pairs and COMPLETION not in settings else ""
+    asked = [*(PROMPT for each in settings if each == PROMPT), COMPLETION, REJECTED] if pairs else settings
+    named = {setting: next((name for name in _COLUMNS[setting] if at(row, name) is not None), "") for setting in asked}
+    flags = [f"--{setting} {name}" for setting, name in named.items() if name]
+    if named.get(PROMPT) == "instruction" and row.get("input"):
+        flags.append('--data.user "{prompt} {extra.input}"')
+    if not flags:
+        return ""
+    kind = next((f"for {kind}:" for kind, columns in _TOOLS.items() if row.keys() >= {*columns}), "")
+    return f", {kind or 'such as'} {before}{' '.join(flags)}"

@@ -28,7 +28,7 @@ from penstock.services.coordinator.admission.conversations import (
     is_assistants,
     tools_of,
 )
-from penstock.services.coordinator.admission.dataset_files import BadRow
+from penstock.services.coordinator.admission.dataset_files import COMPLETION, PROMPT, BadRow, advice
 from penstock.shared.bus.messages import (
     ChatMessage,
     Experience,
@@ -111,7 +111,9 @@ class CompletionColumns:
                 form = f"or {_MESSAGES!r} that end with the {ASSISTANT}'s, found neither"
                 if self._rejected:
                     form = f"as text or as a message of the {ASSISTANT}, found none"
-                raise BadRow(f"expected a completion in {name!r}, {form}: change {setting}")
+                lacking = [PROMPT, COMPLETION] if rest.get(asked) is None else [COMPLETION]
+                known = "" if self._rejected else advice(row, lacking)
+                raise BadRow(f"expected a completion in {name!r}, {form}: change {setting}{known}")
             answers.append(answer)
         if answers[1:] == answers[:1]:
             raise BadRow(

@@ -23,7 +23,7 @@ from penstock.services.coordinator.admission.dataset import (
     check_loaded,
     read_problem,
 )
-from penstock.services.coordinator.admission.dataset_files import BadRow, RowFilter
+from penstock.services.coordinator.admission.dataset_files import BadRow, RowFilter, with_messages
 from penstock.services.coordinator.admission.demonstrations import CompletionColumns, Kind
 from penstock.shared.errors import SettingsError, TemporaryError
 from penstock.shared.model.context import own_context, read_config
@@ -67,6 +67,7 @@ def _asks_by_messages(
             try:
                 if isinstance(row, BadRow):
                     raise row
+                row = with_messages(row, data)
                 shown = may_show and kind.is_shown(name, row)
                 asked = columns.split(row)[0] if shown else row
                 problem = read_problem(name, asked, data, names, teachers=() if shown else teachers)
@@ -76,7 +77,7 @@ def _asks_by_messages(
             except BadRow as error:
                 bad.append(f"{name}: {error}")
         check_loaded(source, data, setting, 0, bad, 0)
-    return bool(data.system)
+    return bool(data.system or data.user)
 
 
 def long_prompts(settings: Settings, train: Dataset) -> str:

@@ -162,6 +162,7 @@ OTHER_NAMES: Mapping[str, Mapping[str, str]] = {
         "generate_max_len": "sampling.max_new_tokens",
         "init_kl_coef": _KL,
         "input_key": "data.prompt_field",
+        "input_template": "data.user, with {prompt}",
         "kl_estimator": "algorithm.kl.estimator",
         "kl_target": "algorithm.kl.coefficient, which stays as it is",
         "label_key": "data.answer_field",

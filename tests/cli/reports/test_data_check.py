@@ -66,7 +66,8 @@ def test_the_check_shows_what_a_dataset_on_a_hub_trains_on(tmp_path: Path) -> No
     assert checked.stdout.splitlines() == [
         "training: hf://own/sums@main:train: 1 problems",
         "training: 1 problems, 1 bad rows, 1 rows left out by data.filter",
-        "  bad row own/sums/train:3: expected a column 'prompt' or 'messages' that is not null, found 'question': change data.prompt_field",
+        "  bad row own/sums/train:3: expected a column 'prompt' or 'messages' that is not null, found 'question': change data.prompt_field, for GSM8K: "
+        "--data.prompt_field question",
         "",
         "prompt 1 (own/sums/train:1, 6 tokens, answer '46'):",
         "12+34=",
@@ -75,7 +76,8 @@ def test_the_check_shows_what_a_dataset_on_a_hub_trains_on(tmp_path: Path) -> No
         "  6: 1 ████████████████████████████████████████",
         "",
         "warning: 1 rows of hf://own/sums@main:train cannot be used, the first own/sums/train:3: expected a column 'prompt' "
-        "or 'messages' that is not null, found 'question': change data.prompt_field; `penstock data check` names all",
+        "or 'messages' that is not null, found 'question': change data.prompt_field, for GSM8K: --data.prompt_field question; "
+        "`penstock data check` names all",
         "",
         "scorer answer: '46' 1, '0' 0",
     ]

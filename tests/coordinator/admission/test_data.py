@@ -129,12 +129,14 @@ def test_a_byte_order_mark_and_blank_lines_are_passed_over(tmp_path: Path) -> No
 
 
 def test_bad_rows_are_counted_up_to_the_limit_and_the_first_are_listed(tmp_path: Path) -> None:
-    path = lines(tmp_path / "a.jsonl", {"prompt": "q"}, *["bad"] * 7)
+    path = lines(tmp_path / "a.jsonl", {"prompt": "q"}, [], *({f"column {n}": 1} for n in range(6)))
     assert load(path, max_bad_rows=7).bad_rows == 7
     words = refusal(path, max_bad_rows=6)
     assert "expected at most 6 bad rows" in words
     assert "data.max_bad_rows" in words
     assert [f"a.jsonl:{line}:" in words for line in (2, 6, 7)] == [True, True, False]
+    same = lines(tmp_path / "b.jsonl", *["bad"] * 7)
+    assert [f"b.jsonl:{line}:" in refusal(same) for line in (1, 2)] == [True, False], "a reason is given once"
 
 
 def test_an_empty_dataset_is_refused(tmp_path: Path) -> None:

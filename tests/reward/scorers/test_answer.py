@@ -144,6 +144,15 @@ def test_only_a_plain_number_is_read_as_one(text: str, value: int | Fraction | N
 
 
 @pytest.mark.parametrize(
+    ("place", "text"), [("boxed", r"\boxed{46}"), ("tag", "<answer>46</answer>"), ("hashes", "#### 46")]
+)
+async def test_a_reference_may_be_written_otherwise_than_completions(place: str, text: str) -> None:
+    for reference in ("12+34 = <<12+34=46>>46\n#### 46", r"so \boxed{46}", "46"):
+        assert (await score(matcher("numeric", place), reference, text)).value == 1, reference
+        assert (await score(matcher("numeric", place), reference, "46")).status is ScoreStatus.WRONG_FORMAT
+
+
+@pytest.mark.parametrize(
     ("mode", "reference", "text", "value"),
     [
         ("exact", "yes", "yes", 1.0),
