@@ -8,8 +8,9 @@ r"""A run of a large policy with everything on, whose processes are killed, and 
     python -m benchmarks.runs.whole_run --shape tiny-mixture --device cpu --ranks 4 --out /tmp/whole \
         --trainer.zero_stage=1 --trainer.expert_parallel=2 --trainer.router_replay=true --weights.snapshots=sharded
 
-    for replicas in 3 4 5 6; do python -m benchmarks.runs.whole_run --ranks 2 --gpus $((2 + replicas)) --turns 6 --kills \
-        --mean-tokens 128 --sampling.max_new_tokens=512 --rollout.vllm.max_model_len=8192; done    # agents on replicas
+    for replicas in 1 2 3; do python -m benchmarks.runs.whole_run --ranks 5 --gpus $((5 + replicas)) --turns 6 --kills \
+        --steps 12 --models /tmp/models --mean-tokens 128 --sampling.max_new_tokens=512 \
+        --rollout.vllm.max_model_len=8192; done    # agents on replicas; with two ranks training bounds from three on
 
 Completions have very different lengths (``benchmarks.peers.work``: 800 tokens on average, 2,048 at most). Of the GPUs
 ``--ranks``, by default half, train with ZeRO 3, and each ``--tensor-parallel`` of the others have a replica (vLLM: prefix
