@@ -21,11 +21,10 @@ def write(
 
     ``mean_tokens``: each token is the last with a probability of about 1 / ``mean_tokens``. Layers add nothing to the
     embeddings then, of which the first element is 1. Thus the final norm has the same first element everywhere, and a
-    larger one in the end token's output weights raises its logit by a constant.
+    larger one in the end token's output weights raises its logit by a constant. Routers do not see that element, which
+    would send most tokens to the same experts.
     """
-    made = config_of(shape, rope_theta=1e6, dtype=dtype, **config)
-    made.architectures = ["Qwen3MoeForCausalLM" if "num_experts" in shape else "Qwen2ForCausalLM"]
-    made.save_pretrained(folder)
+    made = write_config(folder, shape, dtype, **config)
     generator = torch.Generator(device).manual_seed(0)
     shard, files = dict[str, torch.Tensor](), dict[str, str]()
     for name, sizes in tensors_of(made):
@@ -41,6 +40,14 @@ def write(
         (folder / names.pop()).rename(folder / "model.safetensors")
     else:
         (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
+
+
+def write_config(folder: Path, shape: Mapping[str, Any], dtype: torch.dtype, **config: Any) -> Any:
+    """Write a model's config.json, with which runs are planned; return it."""
+    made = config_of(shape, rope_theta=1e6, dtype=dtype, **config)
+    made.architectures = ["Qwen3MoeForCausalLM" if "num_experts" in shape else "Qwen2ForCausalLM"]
+    made.save_pretrained(folder)
+    return made
 
 
 def _save(shard: dict[str, torch.Tensor], folder: Path, files: dict[str, str]) -> None:
@@ -83,6 +90,8 @@ def _end_at_random(tensor: torch.Tensor, name: str, config: Any, mean_tokens: in
     )
     if name.endswith(("o_proj.weight", "down_proj.weight")):
         tensor.zero_()
+    if name.endswith(".mlp.gate.weight"):
+        tensor[:, 0] = 0.0
     if embeds or scores:
         tensor[:, 0] = 1.0
     if scores:

@@ -101,14 +101,9 @@ def run_penstock(
     folder: Path, work: Work, steps: int, max_lag: int, flags: Sequence[str], limit_s: float, name: str = ""
 ) -> tuple[float, dict[str, float], dict[str, dict[str, float]]]:
     """Return samples per second, mean seconds by phase, and GPU shares; the run is ended after its last step."""
-    name, settings = name or f"lag-{max_lag}", work.settings
-    told = {
-        "run": {**settings.get("run", {}), "id": name, "folder": str(folder), "steps": steps},
-        "algorithm": {**settings["algorithm"], "max_lag": max_lag},
-        "trainer": {**settings["trainer"], "checkpoint_every_steps": steps},
-    }
+    name = name or f"lag-{max_lag}"
     config = folder / f"{name}.toml"
-    config.write_text(tomli_w.dumps({**settings, **told}))
+    config.write_text(tomli_w.dumps(told(work, folder, name, steps, max_lag)))
     command = [sys.executable, "-m", "penstock.services.cli", "up", str(config), *flags]
     watched = _Run(folder / name, steps)
     with gpu_meter() as meter:
@@ -121,6 +116,17 @@ def run_penstock(
             print(f"\n{late.states}", file=sys.stderr, flush=True)
     rate, phases, (begin_s, end_s) = _measured(*_counted(folder / name, steps))
     return rate, phases, meter.figures(begin_s, end_s)
+
+
+def told(work: Work, folder: Path, name: str, steps: int, max_lag: int) -> dict[str, Any]:
+    """Return the settings of a run of ``work`` in ``folder``."""
+    settings = work.settings
+    return {
+        **settings,
+        "run": {**settings.get("run", {}), "id": name, "folder": str(folder), "steps": steps},
+        "algorithm": {**settings["algorithm"], "max_lag": max_lag},
+        "trainer": {**settings["trainer"], "checkpoint_every_steps": steps},
+    }
 
 
 def _measured(lines: Sequence[dict[str, Any]], max_lag: int) -> tuple[float, dict[str, float], tuple[float, float]]:

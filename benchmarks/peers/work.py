@@ -120,23 +120,40 @@ def work_folder(folder: Path | None) -> Iterator[Path]:
         yield Path(made)
 
 
-def long(folder: Path, shape: str, device: str, kernels: str, *, mean_tokens: int = 0, layers: int = 0) -> Work:
+def long(
+    folder: Path,
+    shape: str,
+    device: str,
+    kernels: str,
+    *,
+    mean_tokens: int = 0,
+    layers: int = 0,
+    weights: bool = True,
+) -> Work:
     """Create model and prompts in ``folder`` unless an earlier call did; return the work on two GPUs or the CPU.
 
     ``mean_tokens``: of completions that end by themselves, before their limit; 0: all reach it. ``layers``: of the
-    shape's; 0: all.
+    shape's; 0: all. ``weights``: without them the model is a config.json, with which a run can be planned.
     """
     gpu, sizes = device == "cuda", dict(ALL_SHAPES[shape])
     if layers:
         sizes["num_hidden_layers"], shape = layers, f"{shape}-{layers}-layers"
     folder = folder.absolute() / f"{f'tail-{mean_tokens}' if mean_tokens else 'long'}-{shape}-{device}"
-    _write_once(folder, sizes, device, {"mean_tokens": mean_tokens})
+    if weights:
+        _write_once(folder, sizes, device, {"mean_tokens": mean_tokens})
+    else:
+        _write_outline(folder, sizes, device)
     tokens = (2048 if mean_tokens else 512) if gpu else 32
     settings = _settings(folder, device, kernels, groups=32 if gpu else 8, new_tokens=tokens)
     name = _name("long", shape, settings)
     name += f" at most, {mean_tokens} on average before this limit" if mean_tokens else ""
     completion = mean_tokens * (1 - math.exp(-tokens / mean_tokens)) if mean_tokens else tokens
     return _work(name, settings, completion)
+
+
+def is_made(work: Work) -> bool:
+    """Return whether its model is there as a whole."""
+    return Path(work.model).with_name(_MARK).exists()
 
 
 def spread(folder: Path, shape: str, device: str, kernels: str) -> Work:
@@ -221,11 +238,24 @@ def _write_once(folder: Path, shape: Mapping[str, Any], device: str, kind: Mappi
     unfinished.replace(mark)
 
 
+def _write_outline(folder: Path, shape: Mapping[str, Any], device: str) -> None:
+    """Write the model's config.json and prompts, unless the model is there as a whole."""
+    if not (folder / _MARK).exists():
+        random_weights.write_config(folder / "model", shape, _dtype(device), **_CONFIG)
+        _write_prompts(folder / "prompts.jsonl")
+
+
+def _dtype(device: str) -> Any:
+    import torch
+
+    return torch.bfloat16 if device == "cuda" else torch.float32
+
+
 def _write_model(folder: Path, shape: Mapping[str, Any], device: str, kind: Mapping[str, int]) -> None:
     """Write a model and a tokenizer."""
     import torch
 
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    dtype = _dtype(device)
     tokenizer = _build_tokenizer(shape["vocab_size"], kind.get("turn_tokens", 0))
     if "mean_tokens" in kind:
         random_weights.write(folder, shape, dtype, device, mean_tokens=kind["mean_tokens"], **_CONFIG)

@@ -6,6 +6,7 @@ r"""Samples/s of real runs in many layouts, beside what the plan predicts.
     python -m benchmarks.runs.layouts --work four-7b --only turns,separate-2-2 --out /tmp/7b.jsonl    # some, in several calls
     python -m benchmarks.runs.layouts --work eight-7b --out /tmp/8.jsonl           # eight GPUs; also eight-30b-a3b, of 141 GB
     python -m benchmarks.runs.layouts --work four --compare /tmp/four.jsonl        # needs no GPU
+    python -m benchmarks.runs.layouts --work eight-7b --check 8xH200,560GiB        # neither; what each run needs by the plan
     python -m benchmarks.runs.layouts --toy --out /tmp/toy.jsonl                   # a tiny shape on the CPU: a smoke test
 
 Each configuration is a run of ``penstock up`` (``benchmarks.peers.pipeline``, random weights, prompts of 64 tokens); a rate is
@@ -41,18 +42,20 @@ from typing import Any, Literal
 
 import tomli_w
 
-from benchmarks.peers.pipeline import Results, heed_sigterm, run_penstock
+from benchmarks.peers.pipeline import Results, heed_sigterm, run_penstock, told
 from benchmarks.peers.work import PROMPT_TOKENS, TAIL_TOKENS, Work, long
+from benchmarks.runs import fits
 from benchmarks.shapes import ALL_SHAPES
 from penstock.services.cli.plan import corrections, layout_of, preferences
-from penstock.services.plan.hardware import GPUS, parse_cluster
+from penstock.services.plan.hardware import GIB, GPUS, parse_cluster
 from penstock.services.plan.layouts import Planner
 from penstock.services.plan.measured import Corrections, Measured, measured
 from penstock.services.plan.shapes import from_config
 from penstock.services.plan.workload import Lengths, Workload, workload_of
+from penstock.shared.errors import SettingsError
 from penstock.shared.preflight.node import mps_answers
 from penstock.shared.process.gpus import VISIBLE
-from penstock.shared.settings import SETTINGS_FILE, Settings, loads
+from penstock.shared.settings import SETTINGS_FILE, Settings, load, loads
 
 BAR = 0.15
 """Deviation."""
@@ -60,7 +63,11 @@ _SHARES = {1: 0.25, 2: 0.35, 3: 0.4}
 """Of the GPU's memory for vLLM, by the number of engines, so that the trainer fits beside on 80 GB."""
 _OWN_SHARE = 0.5
 """Where replicas have GPUs of their own."""
-_QUANTILES = 997
+_START_S, _LOAD_S, _TURNS_S = 75.0, 1.8, 110.0
+"""Of a run until its second step, with so much for each GiB of the model, and more of one with turns, whose first switches
+allocate pinned memory: as 7B took on two GPUs (benchmarks/results/2026-11-27-layouts-two-7b-turns-h200.json)."""
+_WRITE_S = 1.5
+"""Of a model, for each GiB (benchmarks/results/2026-11-30-mixture-start-h200.json)."""
 _MPS = "nvidia-cuda-mps-control"
 _NO_MPS = f"expected the daemon of CUDA MPS, found none: install {_MPS}"
 _PACKAGES = ("torch", "vllm", "deepspeed", "transformers")
@@ -128,15 +135,7 @@ class Configuration:
         """Return those of the completions."""
         if not self.mean_tokens:
             return Lengths(float(self.tokens), self.tokens, 0.0)
-        return _geometric(self.mean_tokens, self.tokens)
-
-
-def _geometric(mean_tokens: float, most: int) -> Lengths:
-    """Return lengths that end at each token with a probability of 1 / ``mean_tokens``, or at ``most``."""
-    places = [(index + 0.5) / _QUANTILES for index in range(_QUANTILES)]
-    ends = math.log1p(-1 / mean_tokens)
-    sample = tuple(min(most, math.ceil(math.log1p(-place) / ends)) for place in places)
-    return Lengths(sum(sample) / len(sample), most, sample=sample)
+        return fits.geometric(self.mean_tokens, self.tokens)
 
 
 _FOUR: Mapping[str, Any] = {"groups": 48, "steps": 13}
@@ -157,15 +156,14 @@ _LARGE_IN_TURN = {
 }
 
 
-def _mixture(
-    expert_parallel: int, zero_stage: int = 1, *, offload: str = "optimizer", in_turn: bool = False
-) -> Mapping[str, Any]:
-    """Return a 30B mixture on GPUs of 141 GB; on four of them the trainer's states do not fit."""
+def _mixture(expert_parallel: int, zero_stage: int = 1, *, in_turn: bool = False) -> Mapping[str, Any]:
+    """Return a 30B mixture on GPUs of 141 GB. States of 32 bits would not fit on four of them, and offloaded take 512 GiB of
+    a host."""
     more = {
-        "trainer.zero_stage": zero_stage, "trainer.expert_parallel": expert_parallel, "trainer.offload": offload,
+        "trainer.zero_stage": zero_stage, "trainer.expert_parallel": expert_parallel, "trainer.optimizer": "adamw_8bit",
         "trainer.gradient_checkpointing": "true", "weights.snapshots": "whole" if in_turn else "sharded",
     }  # fmt: skip
-    share = 0.3 if in_turn else 0.85
+    share = 0.27 if in_turn else 0.5
     return {"shape": "30b-a3b", "steps": 8, "micro_batch_tokens": 8192, "share": share, "more": more}
 
 
@@ -216,25 +214,23 @@ WORKS: Mapping[str, Mapping[str, Configuration]] = {
     },
     "eight-7b": {
         "separate-4-4": Configuration(mode="separate", ranks=4, replicas=4, **_LARGE),
+        "turns": Configuration(ranks=8, **_LARGE_IN_TURN),
         "separate-2-6": Configuration(mode="separate", ranks=2, replicas=6, **_LARGE),
         "separate-6-2": Configuration(mode="separate", ranks=6, replicas=2, **_LARGE),
         "separate-4-2-of-2": Configuration(mode="separate", ranks=4, replicas=2, tensor_parallel=2, **_LARGE),
-        "turns": Configuration(ranks=8, **_LARGE_IN_TURN),
         "turns-of-2": Configuration(ranks=8, tensor_parallel=2, **_LARGE_IN_TURN),
     },
     "eight-30b-a3b": {
         "separate-4-2-of-2": Configuration(mode="separate", ranks=4, replicas=2, tensor_parallel=2, **_mixture(4)),
+        "turns-of-2": Configuration(ranks=8, tensor_parallel=2, **_mixture(8, in_turn=True)),
         "separate-4-4": Configuration(mode="separate", ranks=4, replicas=4, **_mixture(4)),
-        "separate-6-1-of-2": Configuration(
-            mode="separate", ranks=6, replicas=1, tensor_parallel=2, **_mixture(2, 3, offload="none")
-        ),
         "separate-4-2-of-2-undivided": Configuration(
             mode="separate", ranks=4, replicas=2, tensor_parallel=2, **_mixture(1, 3)
         ),
-        "turns-of-2": Configuration(ranks=8, tensor_parallel=2, **_mixture(8, offload="none", in_turn=True)),
+        "separate-6-1-of-2": Configuration(mode="separate", ranks=6, replicas=1, tensor_parallel=2, **_mixture(2, 3)),
     },
 }
-"""The first of each calibrates."""
+"""The first of each calibrates; the others in the order of what they tell, as time may end."""
 
 
 # ---------------------------------------------------------------- runs
@@ -372,6 +368,27 @@ def _variables(more: Mapping[str, str]) -> Iterator[None]:
 # ---------------------------------------------------------------- predictions
 
 
+def checked(of: Configuration, name: str, folder: Path, machine: fits.Machine) -> dict[str, Any]:
+    """Return what a run needs of ``machine`` by the plan, its seconds, and why ``penstock up`` would refuse it."""
+    made = long(folder, of.shape, "cuda", "auto", mean_tokens=of.mean_tokens, weights=False)
+    config = folder / f"{name}.toml"
+    config.write_text(tomli_w.dumps(told(made, folder, name, of.steps, of.max_lag)))
+    try:
+        settings = load(config, of.flags(toy=False), environment={})
+    except SettingsError as error:
+        return {"name": name, "refused": str(error)}
+    needed = fits.needs(settings, machine, fits.workload(settings, PROMPT_TOKENS, of.lengths))
+    return {
+        "name": name,
+        **needed.as_json(),
+        "seconds": round(
+            _START_S + _LOAD_S * needed.model_bytes / GIB + _TURNS_S * (of.mode == "turns") + of.steps * needed.step_s
+        ),
+        "over": needed.over(),
+        "refused": fits.certain(settings, machine, needed, made=False),
+    }
+
+
 def compared(rows: Sequence[Mapping[str, Any]], layouts: Mapping[str, Configuration]) -> dict[str, Any]:
     """Return predictions beside measurements; rows of layouts that do not exist any more are skipped."""
     rows = [row for row in rows if row["name"] in layouts]
@@ -459,6 +476,8 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--only", default="", help="some layouts, separated by commas")
     parser.add_argument("--out", type=Path, help="results are appended here at once")
     parser.add_argument("--compare", type=Path, help="predict the results in this file again, without a GPU")
+    parser.add_argument("--check", default="", metavar="GPUS", help="run nothing; as --gpus of penstock plan")
+    parser.add_argument("--disk-gib", type=float, default=0.0, help="free, for --check; default: this machine's")
     parser.add_argument("--limit-s", type=float, default=420.0, help="for one run, its start included")
     parser.add_argument("--cold-s", type=float, default=60.0, help="more, for the first run of a model")
     parser.add_argument(
@@ -482,6 +501,15 @@ def main() -> None:
     names = arguments.only.split(",") if arguments.only else list(layouts)
     if unknown := set(names) - set(layouts):
         raise SystemExit(f"expected some of {', '.join(layouts)}, found {', '.join(sorted(unknown))}: change --only")
+    if arguments.check:
+        cluster = parse_cluster(arguments.check)
+        machine = fits.Machine(cluster, arguments.disk_gib * GIB or fits.free_bytes(arguments.folder))
+        with tempfile.TemporaryDirectory(prefix="penstock-check-") as folder:
+            rows = [checked(layouts[name], name, Path(folder), machine) for name in names]
+        written_s = _WRITE_S * max(row.get("model_gib", 0.0) for row in rows)
+        seconds = sum(row.get("seconds", 0.0) for row in rows) + arguments.cold_s + written_s
+        print(json.dumps({"rows": rows, "seconds": round(seconds)}))
+        return
     rows = rows_of(arguments.out) if arguments.out and arguments.out.exists() else []
     runs = Runs(arguments.folder, toy=arguments.toy, limit_s=arguments.limit_s, cold_s=arguments.cold_s)
     for name in names:

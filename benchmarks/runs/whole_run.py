@@ -3,14 +3,14 @@ r"""A run of a large policy with everything on, whose processes are killed, and 
     python -m benchmarks.runs.whole_run --out /tmp/whole                             # 7B, four GPUs of 80 GB or more
     python -m benchmarks.runs.whole_run --shape tiny --device cpu --steps 14 --out /tmp/whole        # a smoke test
     python -m benchmarks.runs.whole_run --shape 30b-a3b --gpus 8 --tensor-parallel 2 --out /tmp/mixture \
-        --trainer.zero_stage=1 --trainer.expert_parallel=4 --trainer.router_replay=true --trainer.optimizer=adamw \
-        --trainer.offload=optimizer                                                  # eight H200s
+        --trainer.zero_stage=1 --trainer.expert_parallel=4 --trainer.router_replay=true            # eight H200s
     python -m benchmarks.runs.whole_run --shape 70b --layers 36 --gpus 8 --tensor-parallel 4 --kills --out /tmp/70b
     python -m benchmarks.runs.whole_run --shape tiny-mixture --device cpu --ranks 4 --out /tmp/whole \
         --trainer.zero_stage=1 --trainer.expert_parallel=2 --trainer.router_replay=true --weights.snapshots=sharded
 
-    for replicas in 3 4 5 6; do python -m benchmarks.runs.whole_run --ranks 2 --gpus $((2 + replicas)) --turns 6 --kills \
-        --mean-tokens 128 --sampling.max_new_tokens=512 --rollout.vllm.max_model_len=8192; done    # agents on replicas
+    for replicas in 1 2 3; do python -m benchmarks.runs.whole_run --ranks 5 --gpus $((5 + replicas)) --turns 6 --kills \
+        --steps 12 --models /tmp/models --mean-tokens 128 --sampling.max_new_tokens=512 \
+        --rollout.vllm.max_model_len=8192; done    # agents on replicas; with two ranks training bounds from three on
 
 Completions have very different lengths (``benchmarks.peers.work``: 800 tokens on average, 2,048 at most). Of the GPUs
 ``--ranks``, by default half, train with ZeRO 3, and each ``--tensor-parallel`` of the others have a replica (vLLM: prefix
@@ -20,12 +20,16 @@ run is stopped, and the audit of the fault tests says whether each admitted grou
 
 With ``--turns`` each sample is an episode of that many turns with an agent (``tool_loop``).
 
+With ``--check 8xH200,560GiB --disk-gib 235`` nothing is run: the settings go through what ``penstock up`` refuses, and what
+the run needs by the plan is printed (``fits``). The same is looked at before each run on GPUs, of this machine: where the
+disk does not hold ``trainer.keep_last`` checkpoints and another, fewer are kept or none, and kills replay more steps.
+
 Prints each kill as it recovers, and at the end one JSON object: the audit's counts; samples/s and tokens/s of the steps
 without a kill, and tokens/s of a GPU and of a replica; seconds from each kill to the next commit; of the replicas' updates the seconds of
 transfer (``pull_s``) and of stopped decoding (``swap_s``); evaluations; and ``plan``: seconds of a step and the trainer's
 largest peak of memory, measured over planned. ``--out`` gets the run's metrics, events, memory and logs. ``--steps`` counts
 trained steps at the end: those after the newest checkpoint are trained twice, with the same numbers. Other flags go to
-``penstock up``.
+``penstock up``. ``--models`` keeps models for later calls, which then need not compile for vLLM again.
 """
 
 import argparse
@@ -47,7 +51,8 @@ import psutil
 import tomli_w
 
 from benchmarks.peers.pipeline import Results, copy_run, steps_of
-from benchmarks.peers.work import TAIL_TOKENS, Work, long
+from benchmarks.peers.work import PROMPT_TOKENS, TAIL_TOKENS, Work, is_made, long
+from benchmarks.runs import fits
 from benchmarks.runs.layouts import cluster_words
 from benchmarks.runs.tool_loop import CHAT_TEMPLATE
 from benchmarks.shapes import ALL_SHAPES
@@ -56,10 +61,11 @@ from penstock.services.cli.reports.memory import phases, predicted
 from penstock.services.coordinator.records import jsonl
 from penstock.services.coordinator.records.memory import MEMORY_FILE
 from penstock.services.plan import measured as runs
-from penstock.services.plan.hardware import parse_cluster
+from penstock.services.plan.hardware import GIB, parse_cluster
 from penstock.services.plan.layouts import Planner
+from penstock.services.plan.workload import Workload, with_turns
 from penstock.shared.bus.bus import Bus
-from penstock.shared.settings import load_run
+from penstock.shared.settings import Settings, load, load_run
 from tests.chaos.audit import audit_groups, audit_versions
 from tests.chaos.run import FLAGS, Run, left_behind, running
 
@@ -265,10 +271,11 @@ def _evaluations(run: Run) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
-def _work(folder: Path, arguments: argparse.Namespace) -> tuple[Work, Path]:
-    """Return the work, and its configuration with held-out problems."""
-    tokens = arguments.mean_tokens or TAIL_TOKENS[arguments.device]
-    work = long(folder, arguments.shape, arguments.device, "auto", mean_tokens=tokens, layers=arguments.layers)
+def _work(folder: Path, arguments: argparse.Namespace, *, weights: bool = True) -> tuple[Work, Path]:
+    """Return the work, and its configuration with held-out problems; without ``weights`` it can be planned alone."""
+    tokens, models = arguments.mean_tokens or TAIL_TOKENS[arguments.device], arguments.models or folder
+    of_model = {"mean_tokens": tokens, "layers": arguments.layers, "weights": weights}
+    work = long(models, arguments.shape, arguments.device, "auto", **of_model)
     prompts = Path(work.settings["data"]["path"])
     held_out, rest = folder / "held-out.jsonl", folder / "train.jsonl"
     lines = prompts.read_text().splitlines(keepends=True)
@@ -283,6 +290,46 @@ def _work(folder: Path, arguments: argparse.Namespace) -> tuple[Work, Path]:
     config = folder / "whole.toml"
     config.write_text(tomli_w.dumps(settings))
     return work, config
+
+
+def _fitted(
+    scratch: Path, arguments: argparse.Namespace, flags: Mapping[str, object], given: Mapping[str, str]
+) -> dict[str, object]:
+    """Return the flags with which the run fits, ``given`` ones included; say what it needs.
+
+    Raises:
+        SystemExit: it does not fit for certain, or nothing is to be run.
+    """
+    work, config = _work(scratch, arguments, weights=False)
+    made = is_made(work)
+    machine = fits.Machine.here(parse_cluster(arguments.check or cluster_words(arguments.gpus)), scratch)
+    if arguments.check:
+        stated = parse_cluster(arguments.check)
+        machine = fits.Machine(stated, arguments.disk_gib * GIB if arguments.disk_gib else machine.disk_bytes)
+    settings = _settings(config, {**flags, **given})
+    more: dict[str, object] = {"rollout.vllm.gpu_memory_utilization": fits.engine_share(settings, machine)}
+    settings = _settings(config, {**flags, **more, **given})
+    needed = fits.needs(settings, machine, _workload(settings, arguments))
+    more |= fits.lighter(settings, machine, needed, made=made)
+    refusal = fits.certain(settings, machine, needed, made=made)
+    print(
+        json.dumps({"needs": needed.as_json(), "over": needed.over(), "refused": refusal, "flags": more}),
+        file=sys.stderr,
+        flush=True,
+    )
+    if refusal or arguments.check:
+        raise SystemExit(refusal or None)
+    return {**flags, **more, **given}
+
+
+def _settings(config: Path, flags: Mapping[str, object]) -> Settings:
+    return load(config, [f"--{name}={value}" for name, value in {**FLAGS, **flags}.items() if value is not None])
+
+
+def _workload(settings: Settings, arguments: argparse.Namespace) -> Workload:
+    lengths = fits.geometric(arguments.mean_tokens or TAIL_TOKENS[arguments.device], settings.sampling.max_new_tokens)
+    work = fits.workload(settings, PROMPT_TOKENS, lengths)
+    return with_turns(work, settings, arguments.turns, 0.0, 0.0) if arguments.turns else work
 
 
 def _gpu_flags(gpus: int, ranks: int, tensor_parallel: int) -> dict[str, object]:
@@ -311,6 +358,9 @@ def _parsed() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument(
         "--folder", type=Path, help="of model and run; it needs about 160 GB at 7B. Default: a temporary one"
     )
+    parser.add_argument("--models", type=Path, help="keep models here; default: with the run, which is deleted")
+    parser.add_argument("--check", default="", metavar="GPUS", help="run nothing; as --gpus of penstock plan")
+    parser.add_argument("--disk-gib", type=float, default=0.0, help="free, for --check; default: this machine's")
     parser.add_argument("--out", type=Path, help="folder for the run's metrics, events, memory and logs")
     return parser.parse_known_args()
 
@@ -322,10 +372,13 @@ def main() -> None:
     ranks = arguments.ranks or (arguments.gpus // 2 if on_gpus else 2)
     with tempfile.TemporaryDirectory(prefix="penstock-whole-", dir=arguments.folder) as name:
         scratch = Path(name)
+        flags: dict[str, object] = {**_FLAGS, "trainer.ranks": ranks}
+        given = dict(flag.removeprefix("--").split("=", 1) for flag in more)
+        if on_gpus:
+            flags |= _gpu_flags(arguments.gpus, ranks, arguments.tensor_parallel)
+            flags = _fitted(scratch, arguments, flags, given)
+        flags |= given
         work, config = _work(scratch, arguments)
-        flags = {**_FLAGS, "trainer.ranks": ranks}
-        flags |= _gpu_flags(arguments.gpus, ranks, arguments.tensor_parallel) if on_gpus else {}
-        flags |= dict(flag.removeprefix("--").split("=", 1) for flag in more)
         folder, made = asyncio.run(_whole(scratch, config, flags, arguments))
         rate, replicas = made["tokens_per_s"], int(str(flags["rollout.replicas"]))
         made["tokens_per_s_of"] = {

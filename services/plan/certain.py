@@ -166,7 +166,7 @@ def checkpoint_bytes(settings: Settings) -> float:
         return 0.0
     work = workload_of(settings)
     parts = {part.name: part.nbytes for part in _trainer(settings, work, offload="none")}
-    weights = work.policy_bytes / (trainer.nodes if trainer.zero_stage == 3 else 1)
+    weights = 0.0 if trainer.zero_stage == 3 else work.policy_bytes  # at stage 3 the master weights alone
     states = parts["master weights"] + parts["moments"]
     return weights + states * (trainer.ranks if trainer.zero_stage else 1)
 

@@ -576,6 +576,8 @@ def test_up_says_at_the_start_that_checkpoints_will_not_fit(tmp_path: Path, monk
     )
     assert notice(seven, 300) == ""
     assert "adamw_8bit" not in notice(small, 20) != ""
+    sharded = named(small, (0, 1), (2,), **{"trainer.ranks": 2, "trainer.zero_stage": 3})
+    assert notice(sharded, 40).startswith("a checkpoint needs 42.6 GiB, none can")  # 46 GB in 2026-11-26-whole-run-h200
     for step in (5, 10):
         (tmp_path / "checkpoints" / f"step-{step:06d}").mkdir(parents=True)
     assert notice(seven, 100) == ""  # the next one replaces the oldest
