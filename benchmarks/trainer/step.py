@@ -16,7 +16,8 @@ Three ways to the same mean logprob and gradient, which must agree::
     padded   separate sequences in order of arrival, padded to the longest
     sorted   separate sequences by length, padded likewise
 
-Padding on the right needs no mask. Lengths are as in ``benchmarks.trainer.packing``, or with ``--each`` all the same; with
+Padding on the right needs no mask. Lengths are as in ``benchmarks.trainer.packing``, or with ``--each`` all the same;
+samples are the same in each round, so that sizes repeat, which they do not in training, but with ``--fresh``. With
 ``--memory-gb`` the ``longest`` sample is sought that makes a step in so much of each GPU. With ``--against`` the same
 samples are packed for a second engine, too, with the same weights and other settings of the trainer, which makes its steps in turn:
 ``against_ratio`` is its seconds by the first one's, and memory includes the states of both. Weights are random. ``tokens_per_s``
@@ -26,12 +27,14 @@ torch's allocator on a GPU, resident on a CPU. Logs go to stderr.
 
 import argparse
 import dataclasses
+import functools
 import json
 import os
 import statistics
 import sys
 import time
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -155,32 +158,35 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.memory_gb:
         longest = longest_of(engine, arguments, engine.sizes)
         return {"longest": longest, **vars(arguments), "out": str(arguments.out), "torch": torch.__version__}
-    rows = rows_of(arguments, engine.vocabulary)
-    passes = ways(rows, arguments, of, engine)
-    if arguments.against:
-        other = settings(arguments, json.loads(arguments.against))
-        passes = {**passes, AGAINST: (built(arguments, other), packed(rows, other, engine.sizes))}
-    tokens = sum(len(sample.token_ids) for row in rows for sample in row.samples)
-    counts = {way: len(batches) for way, (_, batches) in passes.items()}
-    tell(f"{tokens} trained tokens in {sum(len(row.samples) for row in rows)} samples; forward passes a rank: {counts}")
-    phases = Phases(engine.device)
-    seen: dict[str, list[dict[str, float]]] = {way: [] for way in passes}
+    other = settings(arguments, json.loads(arguments.against)) if arguments.against else None
+    against = built(arguments, other) if other else None
+    phases, seen, passes = Phases(engine.device), defaultdict[str, list[dict[str, float]]](list), dict[str, Any]()
     for number in range(arguments.warm_ups + arguments.rounds):  # warm-up: shapes and memory planning
+        if not passes or arguments.fresh:
+            rows = rows_of(arguments, engine.vocabulary, number)
+            passes = dict(ways(rows, arguments, of, engine))
+            if against is not None and other is not None:
+                passes[AGAINST] = against, packed(rows, other, engine.sizes)
+            tokens = sum(len(sample.token_ids) for row in rows for sample in row.samples)
+            flops = sum(row.flops(engine.sizes) for row in rows) * (1 + BACKWARD) / engine.ranks
+            counts = {way: len(batches) for way, (_, batches) in passes.items()}
+            tell(f"{tokens} trained tokens; forward passes a rank: {counts}")
         for way, (by, batches) in passes.items():
-            measured = measure(by, phases, lambda by=by, batches=batches: step(by, batches, tokens))  # type: ignore[misc]
+            measured = measure(by, phases, functools.partial(step, by, batches, tokens))
             if number >= arguments.warm_ups:
-                seen[way].append(measured)
+                computed = sum(batch.tokens for batch in batches)
+                seen[way].append({**measured, "tokens": tokens, "flops": flops, "computed": computed})
             tell(f"round {number}, {way}: {measured['seconds']:.2f} s, {measured['bytes'] / 1e9:.1f} GB; {by.kept}")
     _check(seen, of)
-    return _figures(seen, passes, tokens, sum(row.flops(engine.sizes) for row in rows), arguments)
+    return _figures(seen, passes, arguments)
 
 
-def rows_of(arguments: argparse.Namespace, vocabulary: int) -> list[PackedRow]:
+def rows_of(arguments: argparse.Namespace, vocabulary: int, seed: int = 0) -> list[PackedRow]:
     """Return the groups: of random lengths, or all samples of ``--each`` tokens."""
     if arguments.each:
         return equal(arguments.groups, arguments.samples, arguments.each, vocabulary)
     longest = arguments.longest
-    return mix(arguments.groups, arguments.samples, longest, median=longest // 7, vocabulary=vocabulary)
+    return mix(arguments.groups, arguments.samples, longest, seed, median=longest // 7, vocabulary=vocabulary)
 
 
 def longest_of(engine: TrainingEngine, arguments: argparse.Namespace, sizes: ModelSizes) -> int:
@@ -208,34 +214,30 @@ def longest_of(engine: TrainingEngine, arguments: argparse.Namespace, sizes: Mod
     return fits
 
 
-def _check(seen: dict[str, list[dict[str, float]]], of: Settings) -> None:
+def _check(seen: Mapping[str, list[dict[str, float]]], of: Settings) -> None:
     for figure, tolerance in _AGREE.items():
-        values = [measured[figure] for rounds in seen.values() for measured in rounds]
-        if not max(values) - min(values) <= tolerance[of.policy.dtype] * abs(min(values)):  # also catches NaN
-            raise SystemExit(f"expected the same {figure} by every way, found {seen}")
+        for of_round in zip(*seen.values(), strict=True):
+            values = [measured[figure] for measured in of_round]
+            if not max(values) - min(values) <= tolerance[of.policy.dtype] * abs(min(values)):  # also catches NaN
+                raise SystemExit(f"expected the same {figure} by every way, found {seen}")
 
 
 def _figures(
-    seen: dict[str, list[dict[str, float]]],
-    passes: Passes,
-    tokens: int,
-    flops: float,
-    arguments: argparse.Namespace,
+    seen: Mapping[str, list[dict[str, float]]], passes: Passes, arguments: argparse.Namespace
 ) -> dict[str, Any]:
     engine = passes["packed"][0]
-    computed = torch.tensor(
-        [sum(batch.tokens for batch in batches) for _, batches in passes.values()], device=engine.device
-    )
+    computed = torch.tensor([of_way[-1]["computed"] for of_way in seen.values()], device=engine.device)
     dist.all_reduce(computed)
     medians: dict[str, dict[str, Any]] = {}
-    for way, positions in zip(passes, computed.tolist(), strict=True):
-        seconds = statistics.median(measured["seconds"] for measured in seen[way])
-        reached = utilisation(flops * (1 + BACKWARD) / engine.ranks, seconds, arguments.peak_tflops, engine.device)
+    for (way, of_way), positions in zip(seen.items(), computed.tolist(), strict=True):
+        reached = [utilisation(each["flops"], each["seconds"], arguments.peak_tflops, engine.device) for each in of_way]
         medians[way] = {
-            "seconds": seconds, "tokens_per_s": tokens / seconds, "computed_tokens": positions,
-            "peak_memory_bytes": max(measured["bytes"] for measured in seen[way]), **reached,
-            "rounds_s": [measured["seconds"] for measured in seen[way]], "kept": dataclasses.asdict(passes[way][0].kept),
-            "mean_logprob": seen[way][-1]["logprob"], "grad_norm": seen[way][-1]["grad_norm"],
+            "seconds": statistics.median(each["seconds"] for each in of_way),
+            "tokens_per_s": statistics.median(each["tokens"] / each["seconds"] for each in of_way),
+            "computed_tokens": int(positions), "peak_memory_bytes": max(each["bytes"] for each in of_way),
+            **{name: statistics.median(each[name] for each in reached) for name in reached[0]},
+            "rounds_s": [each["seconds"] for each in of_way], "kept": dataclasses.asdict(passes[way][0].kept),
+            "mean_logprob": of_way[-1]["logprob"], "grad_norm": of_way[-1]["grad_norm"],
         }  # fmt: skip
     packed, mfu = medians["packed"], medians["packed"].get("mfu")
     ratios = {way: median["seconds"] / packed["seconds"] for way, median in medians.items()}
@@ -248,7 +250,7 @@ def _figures(
         "against_ratio": ratios.get(AGAINST),
         "bars_met": ratios.get("padded", LEAST_RATIO) >= LEAST_RATIO
         and (mfu or 1.0) >= LEAST_MFU.get(arguments.shape, 0.0),
-        "trained_tokens": tokens,
+        "trained_tokens": seen["packed"][-1]["tokens"],
         "ways": medians,
         **{name: value for name, value in vars(arguments).items() if name not in ("peak_tflops", "ways", "out")},
         "device_name": torch.cuda.get_device_name() if engine.device.type == "cuda" else "cpu",
@@ -281,6 +283,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--groups", type=int)
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--fresh", action="store_true", help="other samples in each round, as in training")
     parser.add_argument("--out", type=Path, help="a file for benchmarks/results")
     parser.add_argument("--peak-tflops", type=float, default=0.0, help="of one device; 0: by a GPU's name")
     arguments = parser.parse_args()
