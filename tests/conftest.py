@@ -2,6 +2,7 @@
 
 import collections
 import importlib.util
+import logging
 import os
 import shutil
 import signal
@@ -71,6 +72,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     most_s = {path: (max(allowances), sum(allowances)) for path, allowances in allowed_s.items()}
     tests = collections.Counter(item.path for item in items)
     items.sort(key=lambda item: (*most_s.get(item.path, (0.0, 0.0)), tests[item.path]), reverse=True)
+
+
+def pytest_collection_finish() -> None:
+    """Let torch's 57 loggers propagate: pytest attaches its handlers to each that does not, six times a test."""
+    for logger in logging.root.manager.loggerDict.values():
+        if isinstance(logger, logging.Logger):
+            logger.propagate = True
 
 
 def pytest_sessionfinish() -> None:

@@ -36,7 +36,7 @@ _FLAGS = {
 }
 _MINUTE_S = 1.0
 _BLOCKED_S, _FREE_S = 0.3, 0.1
-"""Of 0.1 s of work, a timer of 20 ms has at most one in six delayed."""
+"""Of 0.1 s of work, a timer of 50 ms has at most one in three delayed."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

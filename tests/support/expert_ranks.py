@@ -129,7 +129,14 @@ def updated(of: TrainingEngine) -> dict[str, Any]:
 
 @functools.cache
 def expected(name: str) -> dict[str, Any]:
-    """The same, by transformers' model, one sequence at a time, and torch's AdamW; logprobs of all samples."""
+    """What rank 0 has computed by ``of_transformers`` for all ranks, which call this together."""
+    of_ranks = [of_transformers(name) if dist.get_rank() == 0 else {}]
+    dist.broadcast_object_list(of_ranks)
+    return of_ranks[0]
+
+
+def of_transformers(name: str) -> dict[str, Any]:
+    """What ``updated`` returns, by transformers' model, one sequence at a time, and torch's AdamW; logprobs of all samples."""
     model, every = family(name), every_row()
     with unmodified_model.unmodified(model):
         logprobs_N = unmodified_model.logprobs(model, every, torch.device("cpu"))

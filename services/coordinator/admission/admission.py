@@ -80,7 +80,7 @@ class Admission:
     gate: Callable[[], bool]
     """Whether admission may begin."""
     shortage: Shortage
-    poll_s: float = 0.03
+    poll_s: float = 0.1
     _wake: asyncio.Event = dataclasses.field(default_factory=asyncio.Event, init=False)
     _followed: PolicyVersion | None = dataclasses.field(default=None, init=False)
 
