@@ -82,7 +82,11 @@ def test_functions_that_can_be_imported_are_accepted(config: Path) -> None:
     ("rows", "flags", "bad"),
     [
         (['{"question": "1+1=", "answer": "2"}'], (), "train.jsonl:1: expected a column 'prompt' or 'messages'"),
-        (['{"question": "1+1="}'] * 30, ("--data.max_bad_rows=3",), "train.jsonl:5: expected a column 'prompt'"),
+        (
+            ['{"question": "1+1="}'] * 30,
+            ("--data.max_bad_rows=3",),
+            "The first:\n  train.jsonl:1: expected a column 'prompt'",
+        ),
         (['{"prompt": "1+1=", "solution": "2"}'], (), "missing or empty, beside columns 'solution': add it"),
         (
             ['{"prompt": "1+1=", "completion": "2"}'],

@@ -61,7 +61,7 @@ def test_a_stored_version_is_asked_and_evaluated_by_the_sampling_of_the_run(
         correct.append(json.loads(printed.out)[0]["correct"])
         assert printed.err.splitlines() == [
             f"held out heldout: {path}: 1 problems, 1 bad rows",
-            "  bad row one.jsonl:2: expected a column 'prompt' or 'messages' that is not null, found 'question': change data.prompt_field",
+            "  bad row one.jsonl:2: expected a column 'prompt' or 'messages' that is not null, found 'question': change data.prompt_field, such as --data.prompt_field question",
         ]
     assert correct == [1, 0]
 
