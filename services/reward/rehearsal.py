@@ -91,7 +91,7 @@ def doubt(of: ScorerSettings, trials: Sequence[Trial], prompts: Sequence[Prompt]
     told = f"scorer {of.name!r} gives the rows' own answers no more than {TRIVIAL!r}: "
     if isinstance(of, AnswerScorer):
         marks = {"boxed": r"\boxed", "hashes": "####", "tag": f"<{of.tag}>"}
-        if (mark := marks.get(of.place, "")) and all(mark in _asked(prompt) for prompt in prompts):
+        if (mark := marks.get(of.place, "")) and all(mark in _asked(each) for each in _applying(of.name, prompts)):
             return ""
         asks = (
             f"completions need {mark}, which the prompts do not ask for: ask by data.user or data.system, or "
@@ -101,6 +101,10 @@ def doubt(of: ScorerSettings, trials: Sequence[Trial], prompts: Sequence[Prompt]
         return f"{told}{asks}change extract or mode in its table of [[reward.scorers]]"
     compares = isinstance(of, (PythonScorer, TrlScorer))
     return f"{told}if it compares with them, change the form that it reads, or data.answer_field" if compares else ""
+
+
+def _applying(name: str, prompts: Sequence[Prompt]) -> list[Prompt]:
+    return [prompt for prompt in prompts if not prompt.scorers or name in prompt.scorers]
 
 
 def _asked(prompt: Prompt) -> str:
@@ -117,7 +121,7 @@ def _refusal(name: str, failed: Sequence[Trial]) -> str:
 
 
 async def _try(of: ScorerSettings, scorer: Scorer, prompts: Sequence[Prompt], failures: Failures) -> list[Trial]:
-    applying = [prompt for prompt in prompts if not prompt.scorers or scorer.name in prompt.scorers]
+    applying = _applying(scorer.name, prompts)
     answers = [(prompt, prompt.answer) for prompt in applying if prompt.answer]
     cases = [*itertools.islice(answers, 3), *((prompt, TRIVIAL) for prompt in applying[:3])]
     started_s = time.monotonic()

@@ -199,8 +199,8 @@ async def serve(settings: Settings, service: str, replica: str) -> AsyncIterator
 
 
 def _starters() -> list[int]:
-    """Return the ids of the parent and of its own, one of which may be ``penstock up``; the kernel replaces dead ones."""
-    return [process.pid for process in psutil.Process().parents()[:2]]
+    """Return the id of the parent, which may be ``penstock up``, and of a rank's launcher's; the kernel replaces dead ones."""
+    return [process.pid for process in psutil.Process().parents()[: 1 + ("RANK" in os.environ)]]
 
 
 async def _leave(stop: asyncio.Event, settings: Settings, bus: Bus, starters: list[int]) -> None:

@@ -26,6 +26,7 @@ from penstock.services.up.display import view
 from penstock.services.up.prepare import prepare
 from penstock.services.up.supervisor import Ending
 from penstock.shared.errors import PenstockError
+from tests.conftest import PATIENCE_S
 from tests.support.model_folders import write_model
 
 ROOT = Path(__file__).parents[2]
@@ -402,6 +403,38 @@ def test_help_names_the_commands_and_shows_examples() -> None:
         assert f"│ {command} " in top
     assert "penstock up config/arithmetic.toml --run.steps 50" in up
     assert "penstock up --resume runs/latest" in up
+
+
+def _announced(folder: Path, url: str, *names: str) -> None:
+    for name in names:
+        (folder / "runs" / name).mkdir(parents=True)
+        (folder / "runs" / name / "settings.toml").write_text("run.steps = 6")
+        (folder / "runs" / name / "coordinator.json").write_text(json.dumps({"url": url}))
+
+
+@pytest.mark.parametrize("answer", [{"status": "ok"}, {"items": ["a"], "next": None}, {"items": [{}], "next": None}])
+def test_the_list_of_runs_needs_no_sense_of_a_port_that_another_program_has(
+    answer: object, tmp_path: Path, coordinator: Coordinator
+) -> None:
+    _announced(tmp_path, coordinator.url, "killed")
+    coordinator.answers["/v1/runs"] = answer
+    (listed,) = json.loads(penstock("runs", "--json", folder=tmp_path).stdout)
+    assert (listed["run_id"], listed["state"]) == ("killed", "no coordinator")
+
+
+def test_coordinators_are_asked_for_their_runs_at_once_as_one_may_hang(
+    tmp_path: Path, coordinator: Coordinator
+) -> None:
+    class AfterTheOther(dict[str, object]):
+        both = threading.Barrier(2)
+
+        def get(self, path: str, default: object = None) -> object:
+            self.both.wait(PATIENCE_S)
+            return {"items": [{"run_id": name, "state": "running"} for name in ("a", "b")], "next": None}
+
+    _announced(tmp_path, coordinator.url, "a", "b")
+    coordinator.answers = AfterTheOther()
+    assert [each["state"] for each in json.loads(penstock("runs", "--json", folder=tmp_path).stdout)] == ["running"] * 2
 
 
 @pytest.mark.parametrize(

@@ -172,6 +172,8 @@ def test_answers_that_earn_no_more_than_a_trivial_one_are_doubted_with_the_setti
     )
     told = [dataclasses.replace(prompt, text=rf"{prompt.text} Answer in \boxed{{}}.") for prompt in asked]
     assert rehearsal.doubt(boxed, answered(told, 0, 0), told) == "", "completions will have boxes"
+    others = [dataclasses.replace(prompt, scorers=("mine",)) for prompt in asked]
+    assert rehearsal.doubt(boxed, answered(told, 0, 0), [*told, *others]) == "", "it scores no other row"
     assert rehearsal.doubt(boxed, answered(asked, 1, 0), asked) == ""
     assert rehearsal.doubt(boxed, answered(prompts("0"), 1, 1), asked) == "", "a trivial answer is right"
     assert rehearsal.doubt(PYTHON, answered(asked, 0.5, 0.5), asked) == (

@@ -111,6 +111,33 @@ def test_a_service_waits_no_longer_for_the_bus_of_an_up_that_was_killed(own_serv
             service.kill()
 
 
+STARTERS = "from penstock.shared.process import service; print(service._starters(), flush=True); input()"
+
+
+@pytest.mark.parametrize("rank", ["", "0"])
+def test_the_end_of_the_shell_from_which_up_was_started_is_not_that_of_up(
+    rank: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if rank:  # its launcher, which is between them, lives on when `penstock up` has been killed
+        monkeypatch.setenv("RANK", rank)
+    else:
+        monkeypatch.delenv("RANK", raising=False)
+    looking = f"{STARTERS}; print(service._starters(), flush=True)"
+    up = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {looking!r}])"
+    shell = [sys.executable, "-c", f"import subprocess, sys; subprocess.run([sys.executable, '-c', {up!r}])"]
+    with subprocess.Popen(shell, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as started:
+        assert started.stdin is not None
+        assert started.stdout is not None
+        before = started.stdout.readline()
+        started.kill()
+        started.wait()
+        started.stdin.write(b"\n")
+        started.stdin.flush()
+        after = started.stdout.readline()
+    assert json.loads(before)[0] == json.loads(after)[0]
+    assert (before != after) == bool(rank)
+
+
 async def _beats(url: str) -> None:
     bus = await Bus.connect(url, "a-run", wait_s=PATIENCE_S)
 

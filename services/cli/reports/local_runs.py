@@ -1,5 +1,6 @@
 """The runs of a folder such as ``runs/``, whether they are active or not, and those on the buses of the active ones."""
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from penstock.services.client.coordinator import (
@@ -19,21 +20,24 @@ from penstock.shared.settings import SETTINGS_FILE
 def rows(folder: Path, most: int) -> list[JsonObject]:
     """Return a row of each run, as ``GET /v1/runs``, the one whose settings were written last at the end."""
     places = [path.parent for path in folder.glob(f"*/{SETTINGS_FILE}") if not path.parent.is_symlink()]
+    places.sort(key=lambda place: (place / SETTINGS_FILE).stat().st_mtime)
+    with ThreadPoolExecutor() as pool:  # all wait for those that hang at once
+        buses = list(pool.map(lambda place: {} if how_ended(place) else _on_bus(place, most), places))
     runs: dict[str, JsonObject] = {}
-    for place in sorted(places, key=lambda place: (place / SETTINGS_FILE).stat().st_mtime):
-        of_bus = {item["run_id"]: item for item in ([] if how_ended(place) else _on_bus(place, most))}
+    for place, of_bus in zip(places, buses, strict=True):
         runs.pop(place.name, None)  # of another's bus
         own = of_bus.pop(place.name, None) or _recorded(place)
         runs = {**of_bus, **runs, place.name: own}
     return list(runs.values())[-most:]
 
 
-def _on_bus(place: Path, most: int) -> list[JsonObject]:
+def _on_bus(place: Path, most: int) -> dict[str, JsonObject]:
     try:
         url = find("", place)
-        return CoordinatorClient(url, read_token(None, url, place)).items("/v1/runs", most)
-    except PenstockError:
-        return []
+        items = CoordinatorClient(url, read_token(None, url, place)).items("/v1/runs", most)
+        return {str(item["run_id"]): item for item in items}
+    except (PenstockError, LookupError, TypeError):  # another program may have a dead coordinator's port
+        return {}
 
 
 def _recorded(place: Path) -> JsonObject:

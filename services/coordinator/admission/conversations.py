@@ -62,25 +62,24 @@ def framed(question: Question, row: Mapping[str, object], data: DataSettings) ->
     if data.user:
         if text is None:
             raise BadRow("expected a text as the prompt, which data.user makes a message, found messages: leave it out")
-        messages = (ChatMessage("user", _filled(data.user, text, row)),)
-        text = None
+        asked, values = text, iter(inserted(row, data))
+        filled = _PLACE.sub(lambda place: next(values) if place["column"] else asked, data.user)
+        text, messages = None, (ChatMessage("user", filled),)
     if not data.system:
         return text, messages
     turns = (ChatMessage("user", text),) if messages is None and text is not None else messages or ()
     return None, turns if turns[0].role == "system" else (ChatMessage("system", data.system), *turns)
 
 
-def _filled(template: str, text: str, row: Mapping[str, object]) -> str:
-    def value(place: re.Match[str]) -> str:
-        if (column := place["column"]) is None:
-            return text
-        if not isinstance(inserted := row.get(column), (str, int, float)):
+def inserted(row: Mapping[str, object], data: DataSettings) -> list[str]:
+    """Return the columns' values in ``data.user``, in its order. Raises BadRow."""
+    columns = [place["column"] for place in _PLACE.finditer(data.user) if place["column"]]
+    for column in columns:
+        if not isinstance(row.get(column), (str, int, float)):
             raise BadRow(
                 f"expected text or a number in {column!r}, which data.user names, found none: change data.user"
             )
-        return str(inserted)
-
-    return _PLACE.sub(value, template)
+    return [str(row[column]) for column in columns]
 
 
 def conversation_of(completion: str | Conversation, messages: Sequence[ChatMessage]) -> Conversation:

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from penstock.services.coordinator.admission import dataset_files, references
-from penstock.services.coordinator.admission.conversations import Question, framed
+from penstock.services.coordinator.admission.conversations import Question, framed, inserted
 from penstock.services.coordinator.admission.dataset_files import ANSWER, PROMPT, BadRow, DatasetRow, RowFilter
 from penstock.services.coordinator.admission.demonstrations import Demonstration, Demonstrations, Kind
 from penstock.shared.bus.encoding import wire
@@ -50,7 +50,7 @@ class Problem:
     demonstration: Demonstration | None = None
     teachers: tuple[str, ...] = ()
     row_id: str = dataclasses.field(default="", compare=False)
-    """Digest of question, answer and completions, without ``data.system``: equal rows are the same problem."""
+    """Digest of question, with the columns in ``data.user``, answer and completions: equal rows are the same problem."""
 
     @property
     def characters(self) -> int:
@@ -247,10 +247,6 @@ def _or_none(setting: str) -> str:
     return "" if setting == "data.path" else ' (a run needs no held-out rows: --evaluation.path "")'
 
 
-MESSAGES_FIELD = "messages"
-"""Column of chat messages if data.prompt_field is not set."""
-
-
 def read_problem(
     source: str,
     row: DatasetRow,
@@ -269,7 +265,7 @@ def read_problem(
     question = _question(row, data)
     text, messages = framed(question, row, data)
     answer = _answer(given := dataset_files.at(row, data.answer_field), data.answer_field)
-    named = {data.prompt_field, MESSAGES_FIELD, data.scorers_field, data.teacher_field}
+    named = {data.prompt_field, dataset_files.MESSAGES, data.scorers_field, data.teacher_field}
     if not isinstance(given, (int, float)):  # a number keeps its type for TRL's functions
         named.add(data.answer_field)
     try:
@@ -282,7 +278,7 @@ def read_problem(
                     f"expected the name of a teacher ({', '.join(teachers)}) in {data.teacher_field!r}, found none"
                 )
             problem = dataclasses.replace(problem, teachers=taught_by)
-        problem = dataclasses.replace(problem, row_id=_row_id(_asked(*question), answer))
+        problem = dataclasses.replace(problem, row_id=_row_id(_asked(*question), answer, *inserted(row, data)))
         wire.decode(wire.encode(problem.prompt(0, _PROBE)), Prompt)  # what no reader takes is bad here, too
     except (ValueError, OverflowError, TypeError, RecursionError, MessageError) as error:
         raise BadRow(f"a value cannot be put into a message: {error}") from error
@@ -304,7 +300,7 @@ def _asked(text: str | None, messages: tuple[ChatMessage, ...] | None) -> Json:
 
 
 def _question(row: Mapping[str, object], data: DataSettings) -> Question:
-    for field in (data.prompt_field, MESSAGES_FIELD):
+    for field in (data.prompt_field, dataset_files.MESSAGES):
         value = row.get(field)
         if isinstance(value, str) and field == data.prompt_field:
             if not value:
@@ -315,7 +311,7 @@ def _question(row: Mapping[str, object], data: DataSettings) -> Question:
     columns = ", ".join(sorted(repr(name) for name, value in row.items() if value is not None)) or "no column"
     advice = dataset_files.advice(row, [PROMPT] if dataset_files.at(row, data.answer_field) else [PROMPT, ANSWER])
     raise BadRow(
-        f"expected a column {data.prompt_field!r} or {MESSAGES_FIELD!r} that is not null, found {columns}: change "
+        f"expected a column {data.prompt_field!r} or {dataset_files.MESSAGES!r} that is not null, found {columns}: change "
         f"data.prompt_field{advice}"
     )
 

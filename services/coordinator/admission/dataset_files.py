@@ -32,7 +32,8 @@ _FILE_BYTES, _EXPANSION = 256 * 1024**2, 1_000
 """A Parquet file's rows may hold the first, and its size this many times."""
 
 
-_CONVERSATIONS, _MESSAGES = "conversations", "messages"
+_CONVERSATIONS, MESSAGES = "conversations", "messages"
+"""Columns of chat messages if data.prompt_field is not set; the first is ShareGPT's."""
 _ROLES = {"human": "user", "gpt": "assistant", "user": "user", "assistant": "assistant", "system": "system"}
 
 _TOOLS = {
@@ -255,13 +256,17 @@ def at(row: Mapping[str, object], field: str) -> object:
 
 
 def with_messages(row: Mapping[str, object], data: DataSettings) -> dict[str, object]:
-    """Return a row with its ``conversations`` as ``messages``, unless it has a prompt. Raises BadRow."""
+    """Return a row's ``conversations``, after its ``system``, as its ``messages``, unless it has a prompt. Raises BadRow."""
     turns = row.get(_CONVERSATIONS)
-    others = (data.prompt_field, _MESSAGES)
+    others = (data.prompt_field, MESSAGES)
     if not isinstance(turns, list) or any(row.get(name) is not None for name in others if name != _CONVERSATIONS):
         return dict(row)
     rest = {name: value for name, value in row.items() if name != _CONVERSATIONS}
-    return {**rest, _MESSAGES: [_turn(turn) for turn in turns]}
+    messages = [_turn(turn) for turn in turns]
+    has_system = any(isinstance(turn, dict) and turn.get("role") == "system" for turn in messages)
+    if isinstance(system := row.get("system"), str) and system and not has_system:
+        messages.insert(0, {"role": "system", "content": system})
+    return {**rest, MESSAGES: messages}
 
 
 def _turn(turn: object) -> object:
@@ -269,7 +274,7 @@ def _turn(turn: object) -> object:
         return turn
     if not isinstance(role := turn["from"], str) or role not in _ROLES:
         raise BadRow(
-            f"expected {', '.join(_ROLES)} as 'from' in {_CONVERSATIONS!r}, found {str(role)[:60]!r}: write {_MESSAGES!r} "
+            f"expected {', '.join(_ROLES)} as 'from' in {_CONVERSATIONS!r}, found {str(role)[:60]!r}: write {MESSAGES!r} "
             "with role and content instead"
         )
     rest = {name: value for name, value in turn.items() if name not in ("from", "value")}

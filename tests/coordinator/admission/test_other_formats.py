@@ -110,6 +110,10 @@ def test_conversations_of_sharegpt_are_messages(tmp_path: Path) -> None:
     shown = {"conversations": [*asked["conversations"], {"from": "gpt", "value": "2"}]}
     messages = {"messages": [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]}
     assert loaded(settings(tmp_path, [shown], CHAT)) == loaded(settings(tmp_path, [messages], CHAT))
+    told = (ChatMessage("system", "Be brief."), *ASKED)
+    assert problem(tmp_path, {**asked, "system": "Be brief."}).messages == told
+    own = {"conversations": [{"from": "system", "value": "Be brief."}, *asked["conversations"]], "answer": "2"}
+    assert problem(tmp_path, {**own, "system": "Be long."}).messages == told
     kept = {"prompt": "1+1=", "conversations": [{"from": "human", "value": "?"}], "answer": "2"}
     assert problem(tmp_path, kept).extra == {"conversations": kept["conversations"]}, "a column for scorers"
 
@@ -132,7 +136,9 @@ def test_a_text_is_asked_with_the_users_message_around_it(tmp_path: Path) -> Non
     assert problem(tmp_path, inserted, user="{prompt} {extra.unit}").messages == (
         ChatMessage("user", "{extra.unit} {prompt}"),
     )
-    assert problem(tmp_path, row, user=user).row_id == problem(tmp_path, row).row_id
+    assert problem(tmp_path, row, user="{prompt}").row_id == problem(tmp_path, row).row_id
+    ids = [problem(tmp_path, {**row, "unit": unit}, user=user).row_id for unit in (7, 7, 8)]
+    assert ids[0] == ids[1] != ids[2], "another column in it is another problem, of which the curriculum has a signal"
     shown = settings(tmp_path, [{"prompt": "1+1=", "completion": "2"}], CHAT, user="{prompt}")
     assert load_data(shown).train.problems[0].messages == ASKED
     assert loaded(shown)[0][1][-1] == END

@@ -152,6 +152,12 @@ async def test_a_reference_may_be_written_otherwise_than_completions(place: str,
         assert (await score(matcher("numeric", place), reference, "46")).status is ScoreStatus.WRONG_FORMAT
 
 
+@pytest.mark.parametrize(("place", "written"), [("tag", "<answer>{}</answer>"), ("hashes", "#### {}")])
+async def test_an_exact_reference_is_read_as_completions_are(place: str, written: str) -> None:
+    assert (await score(matcher("exact", place), r"\boxed{46}", written.format(r"\boxed{46}"))).value == 1
+    assert (await score(matcher("exact", place), r"\boxed{46}", written.format("46"))).value == 0
+
+
 @pytest.mark.parametrize(
     ("mode", "reference", "text", "value"),
     [

@@ -111,7 +111,8 @@ class AnswerMatcher:
             )
         if self._library:
             return text
-        reference = self._extract(text) or extraction.extract(text, "auto") or text
+        is_verbatim = self._scorer.mode == "exact" and self._scorer.place in ("hashes", "tag")  # boxes stay in answers
+        reference = self._extract(text) or extraction.extract(text, "whole" if is_verbatim else "auto") or text
         if self._scorer.place == "choice" and reference not in self._scorer.choices:
             raise PermanentError(
                 f"expected one of the letters {self._scorer.choices} as the answer of {problem}, found "
