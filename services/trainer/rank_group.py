@@ -16,6 +16,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, HashStore, Store
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from penstock.services.trainer.launcher import RANKS_STORE
 from penstock.shared.errors import SettingsError
@@ -48,6 +49,7 @@ def start_ranks(device: str, settings: Settings | None = None, own: str = "127.0
     if ranks > 1:
         host_group()
         _group(dist.group.WORLD, _LONG)
+        writers_group()  # now: a host that died just before would be waited for
     return rank, ranks
 
 
@@ -66,13 +68,14 @@ def spans_hosts() -> bool:
 
 
 def writers_group() -> dist.ProcessGroup:
-    """Return the group of the ranks' threads that write checkpoints; collective when first called."""
+    """Return the group of the ranks' threads that write checkpoints; made by :func:`start_ranks`."""
     return _group(dist.group.WORLD, _LONG, "writers")
 
 
 @functools.cache
 def _group(_world: dist.ProcessGroup | None, patience: timedelta, _members: str = "ranks") -> dist.ProcessGroup:
-    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=patience)
+    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=_MEET if spans_hosts() else patience)
+    _set_pg_timeout(patience, group)
     return group
 
 
