@@ -206,7 +206,8 @@ def _starters() -> list[int]:
 async def _leave(stop: asyncio.Event, settings: Settings, bus: Bus, starters: list[int]) -> None:
     """Do not wait for the bus of a ``penstock up`` that was killed: the kernel stops both it and this process."""
     await stop.wait()
-    if settings.bus.url.startswith("unix:") and _starters() != starters:
+    now = _starters()[: len(starters)]  # RANK may be new: a single rank without a launcher sets it itself
+    if settings.bus.url.startswith("unix:") and now != starters:
         bus.wait_no_more()
 
 

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -18,7 +19,7 @@ from penstock.shared.bus.stores.replicas.heartbeats import heartbeats
 from penstock.shared.bus.stores.replicas.live_settings import Live
 from penstock.shared.bus.stores.replicas.run_secret import RunSecret
 from penstock.shared.errors import SettingsError
-from penstock.shared.process import telemetry
+from penstock.shared.process import service, telemetry
 from penstock.shared.process.service import own_host, parse, serve
 from penstock.shared.settings import Settings
 from tests.conftest import PATIENCE_S, Server, until
@@ -99,16 +100,16 @@ def test_a_service_waits_no_longer_for_the_bus_of_an_up_that_was_killed(own_serv
     starting = f"import subprocess; print(subprocess.Popen({words!r}, stdout=2).pid, flush=True); input()"
     with subprocess.Popen([sys.executable, "-c", starting], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as up:
         assert up.stdout is not None
-        service = psutil.Process(int(up.stdout.readline()))
+        replica = psutil.Process(int(up.stdout.readline()))
         asyncio.run(_beats(own_server.url))
         up.kill()
     try:
-        service.send_signal(signal.SIGTERM)
+        replica.send_signal(signal.SIGTERM)
         own_server.stop(signal.SIGTERM)
-        service.wait(PATIENCE_S)
+        replica.wait(PATIENCE_S)
     finally:
         with contextlib.suppress(psutil.Error):
-            service.kill()
+            replica.kill()
 
 
 STARTERS = "from penstock.shared.process import service; print(service._starters(), flush=True); input()"
@@ -136,6 +137,15 @@ def test_the_end_of_the_shell_from_which_up_was_started_is_not_that_of_up(
         after = started.stdout.readline()
     assert json.loads(before)[0] == json.loads(after)[0]
     assert (before != after) == bool(rank)
+
+
+async def test_a_single_rank_that_sets_its_number_has_the_same_parents(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    starters, stop = service._starters(), asyncio.Event()
+    monkeypatch.setenv("RANK", "0")  # as ``rank_group.start_ranks`` does
+    stop.set()
+    bus: Any = None  # is not asked for anything
+    await service._leave(stop, Settings.model_validate({"bus": {"url": "unix:/tmp/a"}}), bus, starters)
 
 
 async def _beats(url: str) -> None:
