@@ -28,7 +28,7 @@ from penstock.services.coordinator.admission.conversations import (
     is_assistants,
     tools_of,
 )
-from penstock.services.coordinator.admission.dataset_files import COMPLETION, PROMPT, BadRow, advice
+from penstock.services.coordinator.admission.dataset_files import COMPLETION, MESSAGES, PROMPT, BadRow, advice
 from penstock.shared.bus.messages import (
     ChatMessage,
     Experience,
@@ -52,7 +52,6 @@ if TYPE_CHECKING:
     from penstock.services.coordinator.admission.dataset import Problem
 
 REPLICA = "demonstrations"
-_MESSAGES = "messages"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -92,7 +91,7 @@ class CompletionColumns:
         """Whether every dataset is one of demonstrations."""
 
     def has_completion(self, row: Mapping[str, object]) -> bool:
-        turns = row.get(_MESSAGES)
+        turns = row.get(MESSAGES)
         last = turns[-1] if isinstance(turns, list) and len(turns) > 1 else None
         return row.get(self._field) is not None or is_assistants(last)
 
@@ -103,12 +102,12 @@ class CompletionColumns:
             columns["data.rejected_field"] = self._rejected
         rest = {name: value for name, value in row.items() if name not in columns.values()}
         rest, values = self._without_prompt(rest, [row.get(name) for name in columns.values()])
-        asked = next((name for name in (self._prompt_field, _MESSAGES) if rest.get(name) is not None), _MESSAGES)
+        asked = next((name for name in (self._prompt_field, MESSAGES) if rest.get(name) is not None), MESSAGES)
         tools = tools_of(row) if isinstance(rest.get(asked), list) else None
         answers = []
         for (setting, name), value in zip(columns.items(), values, strict=True):
             if not (answer := answer_of(value, rest.get(asked), tools, name)):
-                form = f"or {_MESSAGES!r} that end with the {ASSISTANT}'s, found neither"
+                form = f"or {MESSAGES!r} that end with the {ASSISTANT}'s, found neither"
                 if self._rejected:
                     form = f"as text or as a message of the {ASSISTANT}, found none"
                 lacking = [PROMPT, COMPLETION] if rest.get(asked) is None else [COMPLETION]
@@ -130,7 +129,7 @@ class CompletionColumns:
         """Return the row with its prompt, and the completions alone, where they are whole conversations. Raises BadRow."""
         names, wholes = [self._field, self._rejected], values
         if not self._rejected:
-            names, wholes = [_MESSAGES], [] if values[0] is not None else [rest.get(_MESSAGES)]
+            names, wholes = [MESSAGES], [] if values[0] is not None else [rest.get(MESSAGES)]
         turns = [value for value in wholes if isinstance(value, list) and len(value) > 1]
         if len(turns) < len(values) or (self._rejected and all(is_assistants(each[0]) for each in turns)):
             return rest, values
@@ -144,17 +143,17 @@ class CompletionColumns:
             )
         begin, answers = turns[0][:first], [*(each[first:] for each in turns)]
         if not self._rejected and len(answers[0]) == 1:
-            return {**rest, _MESSAGES: begin}, answers
+            return {**rest, MESSAGES: begin}, answers
         prompt, last = rest.get(self._prompt_field), begin[-1]
         question = last.get("content") if isinstance(last, dict) else None
-        given = rest.get(_MESSAGES) if prompt is None else prompt
+        given = rest.get(MESSAGES) if prompt is None else prompt
         if given is not None and given not in (begin, turns[0], question):
             raise BadRow(
                 f"expected conversations in {columns} that begin with the row's prompt, found another prompt: change "
                 "data.prompt_field"
             )
-        others = {name: value for name, value in rest.items() if name not in (self._prompt_field, _MESSAGES)}
-        return {**others, _MESSAGES: begin}, answers
+        others = {name: value for name, value in rest.items() if name not in (self._prompt_field, MESSAGES)}
+        return {**others, MESSAGES: begin}, answers
 
 
 class Demonstrations(CompletionColumns):
